@@ -50,41 +50,36 @@ def run(tmp_path_factory) -> Path:
 # --- filters ---------------------------------------------------------------------------------------------------------
 
 
-FILTERS = {  # and how many tokens they keep
+FILTERS = {  # of eight tokens, and how many they keep
     Sampling(temperature=0.5): 8,
     Sampling(temperature=1.5, top_k=6, top_p=0.8, min_p=0.1): 4,  # top-p before the temperature would keep three
     Sampling(temperature=1.0, top_k=4, top_p=0.7): 2,  # top-p before top-k would keep three tokens
     Sampling(temperature=1.0, top_p=0.7, min_p=0.2): 3,  # min-p before top-p would keep two tokens
+    Sampling(temperature=1.0, top_k=9, top_p=0.40): 1,  # the likeliest has a probability of 0.407
+    Sampling(temperature=1.0, top_p=0.41): 2,  # the token that crosses p is kept
+    Sampling(temperature=1.0, min_p=0.60): 2,  # the second is 0.607 times as likely as the first
+    Sampling(temperature=1.0, min_p=0.61): 1,
 }
 
 
 @pytest.mark.parametrize("sampling, kept", FILTERS.items(), ids=str)
 def test_draw_follows_the_filtered_probabilities(sampling, kept):
+    """Of each row by itself."""
     logits, count = torch.tensor([1.0, 0.0, 2.5, -1.0, 2.0, 1.5, 0.5, -2.0]), 20_000
     exp = np.exp(logits.numpy().astype(float) / sampling.temperature)
     exp[np.argsort(exp)[:-kept]] = 0
     expected = exp / exp.sum()
     points = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    ids = draw(logits.expand(count, -1), sampling, points)
+    ids = draw(torch.stack((logits, logits - 1)).repeat(count // 2, 1), sampling, points)
     frequencies = np.bincount(ids.numpy(), minlength=8) / count
     assert not frequencies[expected == 0].any()
     # within five standard deviations
     assert (np.abs(frequencies - expected) <= 5 * np.sqrt(expected * (1 - expected) / count)).all()
 
 
-def kept_tokens(logits: torch.Tensor) -> list[list[int]]:
-    return [row.isfinite().nonzero().flatten().tolist() for row in logits]
-
-
-def test_tokens_kept_by_each_filter():
-    probabilities = torch.tensor([[0.05, 0.5, 0.15, 0.3], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64)
-    logits = probabilities.log()
-    assert kept_tokens(command.keep_top_k(logits, 2))[0] == [1, 3] and len(kept_tokens(command.keep_top_k(logits, 2))[1]) == 2
-    assert kept_tokens(command.keep_top_k(logits, 9)) == [[0, 1, 2, 3]] * 2
-    assert kept_tokens(command.keep_top_p(logits, 0.51))[0] == [1, 3]  # the token that crosses p is kept
-    assert [len(row) for row in kept_tokens(command.keep_top_p(logits, 0.5))] == [1, 2]  # reaching p exactly is enough
-    assert kept_tokens(command.keep_min_p(logits, 0.59)) == [[1, 3], [0, 1, 2, 3]]  # relative to each row's highest
-    assert kept_tokens(command.keep_min_p(logits, 0.61))[0] == [1]
+def test_reaching_p_exactly_is_enough():
+    kept = command.keep_top_p(torch.tensor([[0.05, 0.5, 0.15, 0.3], [0.25] * 4], dtype=torch.float64).log(), 0.5)
+    assert kept.isfinite().sum(-1).tolist() == [1, 2]
 
 
 def test_a_token_of_probability_0_is_never_drawn():

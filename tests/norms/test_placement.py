@@ -1,20 +1,20 @@
-"""Placements in whole models, compared with hand-written float64 models, and their initialization.
+"""Placements in whole models, compared with their formulas in float64, and their initialization.
 
-Rotation and attention without norms are compared in test_minimal.py.
+Sublayers and norms are those of the model: test_minimal.py, test_recipes.py and test_contract.py compare these.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from config import ModelConfig
-from model import Llama, precompute_freqs_cis, rotate
+from model import Llama
 from norms.placement import PLACEMENTS, PostNorm, PreNorm
 from norms.rmsnorm import RMSNorm
 from roles import matrices
@@ -28,157 +28,131 @@ def model_of(placement: str, **changes) -> Llama:
     return Llama(dataclasses.replace(CONFIG, placement=placement, **changes)).eval()
 
 
-# --- hand-written models ---------------------------------------------------------------------------------------------
+# --- residual connections --------------------------------------------------------------------------------------------
 
 
-def reference_logits(
-    placement: str, w: Mapping[str, Tensor], tokens: Tensor, layers: int, qk_norm: str = "none"
-) -> Tensor:
-    """Logits from weights by name, by the table of placements. Norms with a bias are LayerNorm, others RMSNorm.
+def unit(h: Tensor) -> Tensor:
+    return h / (h * h).sum(-1, keepdim=True) ** 0.5
 
-    It reads each weight of the state dict, under its name: autograd refuses gradients of weights that are not used.
-    """
 
-    def norm(path: str) -> Callable[[Tensor], Tensor]:
-        gain = w[path + ".weight"]
-        if path + ".bias" not in w:
-            return lambda h: h * gain / ((h * h).mean(-1, keepdim=True) + 1e-6) ** 0.5
+def mixture(sources: list[Tensor], query: Tensor) -> Tensor:
+    stacked = torch.stack(sources)  # m B T C
+    keys = stacked / ((stacked * stacked).mean(-1, keepdim=True) + 1e-6) ** 0.5
+    return torch.einsum("mbt,mbtc->btc", ((keys @ query) / 4).softmax(0), stacked)
 
-        def standardized(h: Tensor) -> Tensor:
-            centered = h - h.mean(-1, keepdim=True)
-            return centered * gain / ((centered * centered).mean(-1, keepdim=True) + 1e-5) ** 0.5 + w[path + ".bias"]
 
-        return standardized
-
-    def unit(h: Tensor) -> Tensor:
-        return h / (h * h).sum(-1, keepdim=True) ** 0.5
-
-    def attention(path: str) -> Callable[[Tensor], Tensor]:
-        def f(h: Tensor) -> Tensor:
-            q, k, v = (h @ w[f"{path}{part}_proj.weight"].T for part in "qkv")
-            hybrid = placement in ("hybrid", "hybrid-star")
-            if qk_norm == "full":
-                q, k = norm(path + "q_norm.norm")(q), norm(path + "k_norm.norm")(k)
-            q, k, v = (x.unflatten(-1, (-1, 8)) for x in (q, k, v))  # B T H D, B T K D twice
-            if qk_norm == "head" or (hybrid and qk_norm == "none"):
-                q, k = norm(path + "q_norm")(q), norm(path + "k_norm")(k)
-            v = norm(path + "v_norm")(v) if hybrid else v
-            q, k = (rotate(x, precompute_freqs_cis(8, h.shape[1])) for x in (q, k))
-            if placement == "ngpt":
-                scale = 4 * w[path + "rotated_q_norm.scale"].view(2, 8)
-                q, k = unit(q) * scale * scale * 8, unit(k)
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            return y.transpose(1, 2).flatten(2) @ w[path + "o_proj.weight"].T
-
-        return f
-
-    def mlp(path: str) -> Callable[[Tensor], Tensor]:
-        def f(h: Tensor) -> Tensor:
-            gate, up = h @ w[path + "gate_proj.weight"].T, h @ w[path + "up_proj.weight"].T
-            if placement == "ngpt":
-                gate, up = gate * w[path + "gate_proj.scale"] * 4, up * w[path + "up_proj.scale"]
-            return (gate / (1 + (-gate).exp()) * up) @ w[path + "down_proj.weight"].T
-
-        return f
-
-    def mixture(sources: list[Tensor], query: Tensor) -> Tensor:
-        stacked = torch.stack(sources)  # m B T C
-        keys = stacked / ((stacked * stacked).mean(-1, keepdim=True) + 1e-6) ** 0.5
-        return torch.einsum("mbt,mbtc->btc", ((keys @ query) / 4).softmax(0), stacked)
-
-    sublayers = []  # (block index from 1, sublayer, path of its residual connection)
-    for layer in range(layers):
-        at = f"layers.{layer}."
-        sublayers.append((layer + 1, attention(at + "self_attn."), at + "attention_residual."))
-        sublayers.append((layer + 1, mlp(at + "mlp."), at + "mlp_residual."))
-    x = w["embed_tokens.weight"][tokens]
+def reference_logits(placement: str, model: Any) -> Tensor:
+    """Logits by the table of placements, with the norms and sublayers of the model, each by its name."""
+    sublayers: list[tuple[int, Any, Callable]] = []  # block index from 1, residual connection, sublayer
+    for block, layer in enumerate(model.layers, 1):
+        attention = partial(layer.self_attn, rope=model.rope(slice(6)))
+        sublayers += [(block, layer.attention_residual, attention), (block, layer.mlp_residual, layer.mlp)]
+    x, layers, final = model.embed_tokens(TOKENS), CONFIG.layers, model.final_norm
     if placement == "ngpt":
         x = unit(x)
     y, sources = x, [x]
-    for number, (block, f, at) in enumerate(sublayers):
-        first = at + "norm"
+    for number, (block, at, f) in enumerate(sublayers):
         match placement:
             case "deepnorm":
-                x = norm(first)((2 * layers) ** 0.25 * x + f(x))
+                x = at.norm((2 * layers) ** 0.25 * x + f(x))
             case "sandwich":
-                x = x + norm(at + "norm_out")(f(norm(first)(x)))
+                x = x + at.norm_out(f(at.norm(x)))
             case "reordered":
-                x = x + norm(first)(f(x))
+                x = x + at.norm(f(x))
             case "lns":
-                x = x + f(norm(first)(x) / math.sqrt(block))
+                x = x + f(at.norm(x) / math.sqrt(block))
             case "mix":  # the first 2 of 8 blocks are post-norm
-                x = norm(first)(x + f(x)) if block <= 2 else x + f(norm(first)(x))
+                x = at.norm(x + f(x)) if block <= 2 else x + f(at.norm(x))
             case "residual":
                 z = f(x)
-                x, y = norm(first)(x + z), y + z
+                x, y = at.norm(x + z), y + z
             case "hybrid-star" if block == 1:
-                x = x + f(norm(first)(x))
+                x = x + f(at.norm(x))
             case "hybrid" | "hybrid-star":
-                h = x if number % 2 == 0 else norm(first)(x)
+                h = x if number % 2 == 0 else at.norm(x)
                 x = h + f(h)
             case "siamese":
-                h = norm(at + "norm_x")(x)
-                z = f(norm(first)(h + norm(at + "norm_y")(y)))
+                h = at.norm_x(x)
+                z = f(at.norm(h + at.norm_y(y)))
                 x, y = h + z / math.sqrt(2 * block), y + z
             case "rezero":
-                x = x + w[at + "a"] * f(x)
+                x = x + at.a * f(x)
             case "keel" if number == 0:
-                x = x + f(norm(first)(x))
+                x = x + f(at.norm(x))
             case "keel":
-                alpha = 1 if number == 1 else 2 * layers
-                x = norm(at + "norm_out")(alpha * x + f(norm(first)(x)))
+                x = at.norm_out((1 if number == 1 else 2 * layers) * x + f(at.norm(x)))
             case "attnres":
-                read = sources[0] if number == 0 else mixture(sources, w[at + "query"])
-                sources.append(f(norm(first)(read)))
+                sources.append(f(at.norm(sources[0] if number == 0 else mixture(sources, at.query))))
             case "ngpt":
-                x = unit(x + (0.05 * 4 * w[at + "alpha"]).abs() * (unit(f(x)) - x))
+                x = unit(x + (0.05 * 4 * at.alpha).abs() * (unit(f(x)) - x))
     match placement:
-        case "deepnorm" | "keel":
+        case "deepnorm" | "keel" | "ngpt":
             pass
-        case "ngpt":
-            return x @ w["lm_head.weight"].T * w["lm_head.scale"] * 4
         case "residual":
-            x = x + norm("final_norm.norm")(y)
+            x = x + final.norm(y)
         case "attnres":
-            x = norm("final_norm.norm")(mixture(sources, w["final_norm.query"]))
+            x = final.norm(mixture(sources, final.query))
         case "siamese":
-            x = norm("final_norm.norm")(norm("final_norm.norm_x")(x) + norm("final_norm.norm_y")(y))
+            x = final.norm(final.norm_x(x) + final.norm_y(y))
         case _:
-            x = norm("final_norm")(x)
-    return x @ w["lm_head.weight"].T
+            x = final(x)
+    return model.lm_head(x)
 
 
 ELSEWHERE = ["pre", "post"]  # test_minimal.py compares these with examples/minimal.py
 ELSEWHERE += ["parallel", "minimax", "mhc", "attnres-block"]  # and test_recipes.py these with released code
-CELLS = [(name, "rmsnorm", "none") for name in PLACEMENTS if name not in ELSEWHERE] + [
-    ("sandwich", "layernorm", "none"), ("siamese", "layernorm", "none"), ("hybrid", "layernorm", "none"),
-    ("hybrid", "rmsnorm", "head"), ("hybrid", "rmsnorm", "full"), ("reordered", "rmsnorm", "full"),
-    ("residual", "rmsnorm", "head"), ("ngpt", "rmsnorm", "head"),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize("placement, kind, qk_norm", CELLS)
-def test_values_and_gradients(placement, kind, qk_norm):
+@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name not in ELSEWHERE])
+def test_values_and_gradients(placement):
     """And the keys of the state dict, which has no buffers."""
-    model = randomize(model_of(placement, norm=kind, qk_norm=qk_norm, tie_embeddings=False), gains=0.4)
+    model = randomize(model_of(placement, tie_embeddings=False), gains=0.4)
     for name, weight in model.named_parameters():
         if name.endswith("residual.a"):  # small: nothing else limits the growth of ReZero's stream
             weight.data.mul_(0.3)
     model = model.double()
     leaves = dict(model.named_parameters())
     assert model.state_dict().keys() == leaves.keys()
-    got, expected = model(TOKENS), reference_logits(placement, leaves, TOKENS, CONFIG.layers, qk_norm)
+    got, expected = model(TOKENS), reference_logits(placement, model)
     # both are float64: 1e-16 per operation, amplified by 16 sublayers
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
     grad_y = torch.randn(got.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    weights = list(leaves.values())
     gradients, expected_gradients = (
-        torch.autograd.grad((logits * grad_y).sum(), weights) for logits in (got, expected)
+        torch.autograd.grad((logits * grad_y).sum(), list(leaves.values())) for logits in (got, expected)
     )
     for name, gradient, expected_gradient in zip(leaves, gradients, expected_gradients, strict=True):
         assert gradient.ndim >= 1 and gradient.abs().max() > 0, name  # FSDP2 refuses parameters without dimensions
         assert (gradient - expected_gradient).abs().max() <= 1e-9 * expected_gradient.abs().max(), name
+
+
+NORMED = {  # on queries, keys and values, and on rotated queries and keys
+    ("reordered", "none"): ["Identity"] * 5,
+    ("residual", "head"): ["RMSNorm", "RMSNorm", "Identity", "Identity", "Identity"],
+    ("hybrid", "none"): ["RMSNorm", "RMSNorm", "RMSNorm", "Identity", "Identity"],
+    ("hybrid-star", "head"): ["RMSNorm", "RMSNorm", "RMSNorm", "Identity", "Identity"],
+    ("hybrid", "full"): ["FullWidth", "FullWidth", "RMSNorm", "Identity", "Identity"],
+    ("ngpt", "head"): ["RMSNorm", "RMSNorm", "Identity", "UnitQuery", "UnitKey"],
+}
+
+
+@pytest.mark.parametrize("asked", NORMED, ids="-".join)
+def test_norms_of_queries_keys_and_values(asked):
+    attention = model_of(asked[0], qk_norm=asked[1]).get_submodule("layers.0.self_attn")
+    assert [type(norm).__name__ for name, norm in attention.named_children() if "norm" in name[1:]][1:] == NORMED[asked]
+    assert all(norm.weight.shape == (8,) for norm in attention.children() if isinstance(norm, RMSNorm))
+
+
+def test_scales_of_ngpt():
+    """The paper has √D · (s q̂)ᵀ(s k̂), and attention divides by √D. The factors are those of a width of 16."""
+    model: Any = randomize(model_of("ngpt", tie_embeddings=False)).double()
+    attention, mlp = model.layers[0].self_attn, model.layers[0].mlp
+    q, x = torch.randn(2, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q = q.view(1, 6, 2, 8)
+    torch.testing.assert_close(attention.rotated_k_norm(q), unit(q))
+    scale = 4 * attention.rotated_q_norm.scale.view(2, 8)
+    torch.testing.assert_close(attention.rotated_q_norm(q), 8 * scale * scale * unit(q))
+    for matrix, factor in ((mlp.gate_proj, 4), (mlp.up_proj, 1), (model.lm_head, 4)):
+        torch.testing.assert_close(matrix(x), factor * matrix.scale * (x @ matrix.weight.T))
 
 
 # --- sites and starts ------------------------------------------------------------------------------------------------
@@ -213,11 +187,10 @@ def test_output_norms_are_those_whose_result_is_in_the_stream(placement):
     for block in model.layers:
         for residual in (block.attention_residual, block.mlp_residual):
             stream = residual(stream, lambda h, *args: constant)
-            total = sum(part.square().sum() for part in PLACEMENTS[placement].streams(stream))
-            norms = {name: norm for name, norm in residual.named_children() if isinstance(norm, RMSNorm)}
-            gains = [*(norm.weight for norm in norms.values()), constant]
-            *gradients, _ = torch.autograd.grad(total, gains, retain_graph=True, allow_unused=True, materialize_grads=True)
-            found = [name for name, gradient in zip(norms, gradients, strict=True) if gradient.any()]
+            total = sum(part.square().sum() for part in (constant, *PLACEMENTS[placement].streams(stream)))
+            norms = {name: norm.weight for name, norm in residual.named_children() if isinstance(norm, RMSNorm)}
+            gradients = torch.autograd.grad(total, [constant, *norms.values()], retain_graph=True, allow_unused=True)
+            found = [name for name, gradient in zip(norms, gradients[1:], strict=True) if gradient is not None]
             assert found == list(getattr(residual, "output_norms", ()))
 
 
