@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,7 @@ LATER: dict[tuple[str, str], dict[str, Any]] = {
     ("--placement deepnorm --init xavier", "--placement post"): {"placement": "post"},
     ("--norm layernorm --norm-arg bias=false", "--norm dyt"): {"norm": "dyt", "norm_args": {}},
     ("--norm layernorm --norm-arg bias=false", "--norm-arg eps=1"): {"norm_args": {"bias": False, "eps": 1}},
-    ("--embedding-scale sqrt", "--dim 64"): {
-        "embedding_scale": 8.0,
-        "dim": 64,
-        "head_dim": 32,
-        "hidden_dim": 192,
-    },
+    ("--embedding-scale sqrt", "--dim 64"): {"embedding_scale": 8.0, "dim": 64, "head_dim": 32, "hidden_dim": 192},
     ("--recipe olmo2", "--recipe exaone4 --lr 0.1"): {"qk_norm": "head", "lr": 0.1},
     ("--recipe hunyuan_v1_dense", "--qk-norm none"): {"qk_norm": "none", "qk_norm_after_rope": False},
     ("--recipe olmo", "--norm-arg eps=0.5"): {"norm_args": {"elementwise_affine": False, "eps": 0.5}},
@@ -207,17 +203,23 @@ def test_an_option_changes_what_follows_from_it_and_nothing_else(flags, expected
     assert changes(run["resolved"], options(flags[1], run)) == expected
 
 
-def test_presets_defaults_and_synonyms_are_as_recorded():
+def test_presets_defaults_and_synonyms_are_as_recorded(pytestconfig):
     """In options.json: what tiny, the preset without --preset, resolves to, and how others differ from it.
 
-    A changed value is changed there as well. GPUs with less memory have smaller micro-batches.
+    `pytest tests/test_config.py --record` writes that file again. GPUs with less memory have smaller micro-batches.
     """
     presets = {name: fields_of(*configure({"preset": name})) for name in PRESETS}
     found = {name: changes(presets["tiny"], presets[name]) for name in PRESETS} | {"tiny": presets["tiny"]}
     found |= {"ablate.py": dataclasses.asdict(AblationConfig()), "generate.py": dataclasses.asdict(Options())}
     found |= {f"bench.py {name}": dataclasses.asdict(each[1]()) for name, each in bench.COMMANDS.items()}
-    recorded = json.loads(Path(__file__).with_name("options.json").read_text("utf-8"))
-    assert found | {"synonyms": SYNONYMS} == recorded
+    found["synonyms"] = SYNONYMS
+    file = Path(__file__).with_name("options.json")
+    if pytestconfig.getoption("record"):  # no row ends between a name and its value
+        wrap = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False).fill
+        rows = {name: wrap(json.dumps(each)[1:-1].replace(": ", ":\u00a0")) for name, each in found.items()}
+        text = ",\n".join(f' "{name}": {{\n{row}\n }}' for name, row in rows.items())
+        file.write_text(f"{{\n{text}\n}}\n".replace("\u00a0", " "), "utf-8")
+    assert found == json.loads(file.read_text("utf-8"))
     for memory, size in ((13e9, 64), (11e9, 32), (5e9, 16)):
         assert configure({"preset": "small"}, memory=memory)[1].micro_batch_size == size
 
