@@ -9,7 +9,6 @@ layers deep, this adds up to about 1e-6. A tolerance of 1e-5 allows for that and
 
 import copy
 import dataclasses
-import inspect
 import math
 from itertools import chain
 from typing import Any
@@ -34,11 +33,6 @@ SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, contex
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]])
 
 
-def random_weights_model(config: ModelConfig) -> Llama:
-    """Its attention is sharp."""
-    return randomize(Llama(config), matrices=1.5)
-
-
 def test_llama_takes_a_configuration_or_its_fields():
     model = Llama(seed=3, dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
     expected = Llama(SMALL, seed=3).state_dict()
@@ -60,7 +54,7 @@ def test_a_norm_that_is_not_per_head_leaves_queries_and_keys_to_rmsnorm():
 def test_loss_of_a_model_in_bf16_is_that_of_its_logits_in_fp32(cap, most, monkeypatch):
     """In bf16 it would have 3 digits, also where the vocabulary is a large one. A cap makes fp32 of the logits."""
     monkeypatch.setattr("model.LARGE_VOCABULARY", most)
-    model = random_weights_model(dataclasses.replace(SMALL, logit_cap=cap)).bfloat16()
+    model = randomize(Llama(dataclasses.replace(SMALL, logit_cap=cap)), matrices=1.5).bfloat16()
     with torch.no_grad():
         loss, logits = model.loss(TOKENS[:, :-1], TOKENS[:, 1:]), model(TOKENS[:, :-1])
     assert logits.dtype == (torch.float32 if cap else torch.bfloat16)
@@ -91,9 +85,6 @@ def test_the_loss_of_a_large_vocabulary_needs_logits_of_a_few_tokens_at_a_time(b
     assert [len(call.args[0]) for call in counted.call_args_list] == [4, 4, 4, 2]
 
 
-# --- attention -------------------------------------------------------------------------------------------------------
-
-
 def test_which_attention_is_called(monkeypatch):
     """Heads have keys and values of their own, as fused kernels need, but those of one token are rows of a product.
 
@@ -106,7 +97,7 @@ def test_which_attention_is_called(monkeypatch):
         return attention(q, k, v, attn_mask, dropout_p, is_causal)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
-    model = random_weights_model(dataclasses.replace(SMALL, layers=1))
+    model = randomize(Llama(dataclasses.replace(SMALL, layers=1)), matrices=1.5)
     cache = model.new_cache()
     model(TOKENS)
     for part in TOKENS.split([5, 2, 1], dim=1):
@@ -121,25 +112,19 @@ def test_which_attention_is_called(monkeypatch):
 # --- rotary positions ------------------------------------------------------------------------------------------------
 
 
-def test_precompute_freqs_cis_signature_and_values():
-    assert list(inspect.signature(precompute_freqs_cis).parameters)[:3] == ["dim", "end", "theta"]
-    assert inspect.signature(precompute_freqs_cis).parameters["theta"].default == 10000.0
-    cos, sin = precompute_freqs_cis(6, 200_000, 50.0)
-    assert cos.shape == sin.shape == (200_000, 3) and cos.dtype == sin.dtype == torch.float32
-    for position in (0, 1, 7, 199_999):
-        for pair in range(3):
-            angle = position * 50.0 ** (-2 * pair / 6)
-            # fp32 rounds to 6e-8; an angle formed in fp32 would be off by up to 0.008 at the last position
-            assert float(cos[position, pair]) == pytest.approx(math.cos(angle), abs=1e-7)
-            assert float(sin[position, pair]) == pytest.approx(math.sin(angle), abs=1e-7)
+def test_precompute_freqs_cis():
+    """fp32 rounds to 6e-8; an angle formed in fp32 would be off by up to 0.008 at the last position."""
+    table = precompute_freqs_cis(dim=6, end=200_000, theta=50.0)
+    angles = torch.arange(200_000).double()[:, None] * 50.0 ** (-torch.tensor([0.0, 2.0, 4.0]).double() / 6)
+    for found, expected in zip(table, (angles.cos(), angles.sin()), strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-7)
 
 
 def test_rotate_computes_in_fp32_and_returns_the_input_dtype():
-    x = normal(1, 40, 1, 16, dtype=torch.bfloat16)
-    table = precompute_freqs_cis(16, 40)
+    x, table = normal(1, 40, 1, 16, dtype=torch.bfloat16), precompute_freqs_cis(16, 40)
     got = rotate(x, table)
-    assert got.dtype == torch.bfloat16
-    assert torch.equal(got, rotate(x.float(), table).bfloat16())
+    assert got.dtype == torch.bfloat16 and torch.equal(got, rotate(x.float(), table).bfloat16())
 
 
 def test_rope_table_survives_meta_device_and_casts():
@@ -174,23 +159,17 @@ def test_a_tied_head_stays_the_embedding():
             Llama(SMALL).load_state_dict(apart.state_dict(), assign=assign)
 
 
-# --- KV cache --------------------------------------------------------------------------------------------------------
-
-
 def test_exceeding_the_context_is_refused():
-    model = random_weights_model(SMALL)
+    model, tokens = Llama(SMALL), torch.zeros(1, 17, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"must have the shape \(B, T\)"):
-        model(torch.zeros(3, dtype=torch.int64))
+        model(tokens[0])
     with pytest.raises(ValueError, match="17 tokens exceed the model's context of 16"):
-        model(torch.zeros(1, 17, dtype=torch.long))
+        model(tokens)
     cache = model.new_cache()
     with torch.no_grad():
-        model(torch.zeros(1, 16, dtype=torch.long), cache)
+        model(tokens[:, :16], cache)
     with pytest.raises(ValueError, match="17 tokens"):
-        model(torch.zeros(1, 1, dtype=torch.long), cache)
-
-
-# --- initial weights -------------------------------------------------------------------------------------------------
+        model(tokens[:, :1], cache)
 
 
 def test_initial_weight_depends_on_seed_name_and_shape():
@@ -211,9 +190,6 @@ def test_initial_weight_depends_on_seed_name_and_shape():
     assert {name for _, name, _ in matrices(model)} == {
         f"model.{name}" for name, weight in model.named_parameters() if weight.ndim == 2
     }
-
-
-# --- roles -----------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_uninitialized_when_a_constructor_returns():
@@ -261,7 +237,7 @@ def test_a_matrix_without_a_role_is_an_error(monkeypatch):
 
 def test_dropout_of_the_embedding():
     """Without norms, and with blocks that add nothing, the hidden states are the embedding after dropout."""
-    model = random_weights_model(dataclasses.replace(SMALL, norm="none", dropout=0.5))
+    model = randomize(Llama(dataclasses.replace(SMALL, norm="none", dropout=0.5)), matrices=1.5)
     for name, weight in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
             weight.data.zero_()
@@ -274,7 +250,7 @@ def test_dropout_of_the_embedding():
 @pytest.mark.parametrize("dtype, cap", [(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 5)], ids=str)
 def test_dropout_applies_to_attention_and_mlp(dtype, cap):
     """Of attention, both its output and its probabilities, which change the values that are not dropped."""
-    model = random_weights_model(dataclasses.replace(SMALL, dropout=0.5, attention_cap=cap)).train()
+    model = randomize(Llama(dataclasses.replace(SMALL, dropout=0.5, attention_cap=cap)), matrices=1.5).train()
     x = normal(2, 8, 24)
     block, rope = model.get_submodule("layers.0"), model.rope(slice(8))
     torch.manual_seed(0)

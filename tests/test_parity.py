@@ -112,17 +112,6 @@ def assert_same_bytes(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Non
         assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
 
 
-def in_transformers_4(directory: Path) -> None:
-    """Spell the rotary parameters as transformers 4 does, and remove what only we write."""
-    config = json.loads((directory / "config.json").read_text())
-    rope = config.pop("rope_parameters")
-    rope = rope.get("full_attention", rope)
-    del config["normal_llama"]
-    config |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
-    (directory / "config.json").write_text(json.dumps(config))
-
-
 # What these families need is tested with another one.
 ALIKE = ("gemma2", "exaone4", "arcee", "qwen2", "ernie4_5", "smollm3", "olmo3")
 NAMES = [pytest.param(*each, marks=[pytest.mark.slow] * (each[1] in ALIKE)) for each in enumerate(OURS)]
@@ -154,8 +143,14 @@ def test_parity_and_round_trips(tmp_path, tokenizer, number, name):
     assert_same_bytes(tensors(again), tensors(directory))
     assert_same_bytes(their_model(again, dtype).state_dict(), theirs.state_dict())
 
-    # A directory that knows nothing of us, in the spelling of an earlier version.
-    in_transformers_4(again)
+    # A directory that knows nothing of us, in the spelling of transformers 4.
+    config = json.loads((again / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    rope = rope.get("full_attention", rope)
+    del config["normal_llama"]
+    config |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    (again / "config.json").write_text(json.dumps(config))
     llama = transformers.LlamaConfig()  # qwen2 would name a kind of tokenizer
     transformers.AutoTokenizer.from_pretrained(again, config=llama).save_pretrained(again)
     exact = exact_logits(again)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from config import DEFAULTS, configure
+from config import configure
 from model import Llama
 from recipes import RECIPES
 from runtime.huggingface.weights import hugging_face_name
@@ -226,29 +226,20 @@ def to_ours(name: str, state: State) -> State:
     return state
 
 
-def both(name: str, **changes: Any) -> tuple[Tensor, Tensor, State]:
-    """Logits of ours with their weights, and theirs, and their weights.
-
-    A weight that they do not have is random: one that `changes` add, or a head.
-    """
-    theirs = their_model(name)
-    weights = dict(theirs.named_parameters())
-    options = {option: value for option, value in SMALL_CAPS.items() if option in RECIPES[name]}
-    model = Llama(configure({"recipe": name, **SIZES, **options, **OURS.get(name, {}), **changes})[0]).double().eval()
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_the_released_code(name):
+    """Its outputs, and the gradients of all of their weights. That each option matters is in test_options.py."""
+    model_of_theirs = their_model(name)
+    weights = dict(model_of_theirs.named_parameters())
+    caps = {option: value for option, value in SMALL_CAPS.items() if option in RECIPES[name]}
+    model = Llama(configure({"recipe": name, **SIZES, **caps, **OURS.get(name, {})})[0]).double().eval()
     state, found = to_ours(name, weights), {}
     for path, weight in model.named_parameters():
         weight.data.normal_(generator=torch.Generator().manual_seed(3))
         their_path = hugging_face_name(path, model.config).removeprefix("model.").replace("rotated_", "")
         found[path] = state.get(their_path, weight)
-    output = theirs(TOKENS, use_cache=False)
-    logits = output.logits if "logits" in output else model.logits(output.last_hidden_state)
-    return functional_call(model, found, (TOKENS,)), logits, weights
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_the_released_code(name):
-    """Its outputs, and the gradients of all of their weights."""
-    ours, theirs, weights = both(name)
+    output, ours = model_of_theirs(TOKENS, use_cache=False), functional_call(model, found, (TOKENS,))
+    theirs = output.logits if "logits" in output else model.logits(output.last_hidden_state)
     assert theirs.dtype == torch.float64 and (ours - theirs).norm() <= 1e-12 * theirs.norm()
     weights = {path: weight for path, weight in weights.items() if weight.any()}  # not biases of attention, experts
     direction = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
@@ -271,22 +262,3 @@ def test_caps_and_blocks_are_as_large_as_in_released_models():
         for option, field in fields.items():
             assert row.get(option) == getattr(config, field, None), name
         assert row.get("placement_args", {}).get("layers") == getattr(config, "n_layers_per_attn_res_block", None), name
-
-
-# The last recipe with this value of an option. Arguments of placements are in test_options.py.
-CASES = {
-    f"{option} {value}": (name, option)
-    for name, row in RECIPES.items()
-    for option, value in row.items()
-    if option != "placement_args" and value != DEFAULTS[option] and name not in WITHOUT_HEAD
-}
-
-
-@pytest.mark.parametrize("name, option", CASES.values())
-def test_every_option_matters(name, option):
-    """With one option as it is without the recipe, the outputs differ."""
-    changes = {option: DEFAULTS[option]} | ({"placement_args": {}} if option == "placement" else {})
-    if option in ("norm_args", "qk_norm_args"):
-        changes = {option: {argument: not value for argument, value in RECIPES[name][option].items()}}
-    ours, theirs, _ = both(name, **changes)
-    assert (ours - theirs).norm() >= 1e-3 * theirs.norm()

@@ -12,8 +12,8 @@ import pytest
 import train
 from pages.progress import tqdm
 
-SIZES = "--dim 32 --layers 2 --heads 4 --kv-heads 2 --head-dim 16 --hidden-dim 40 --context 32 --batch-size 8"
-RUN = f"{SIZES} --micro-batch-size 4 --tokenizer bytes --device cpu --dtype float32 --steps 13 --eval-every 10 --save-every 10"
+RUN = "--dim 32 --layers 2 --heads 4 --context 32 --batch-size 8 --micro-batch-size 4 --tokenizer bytes --device cpu "
+RUN += "--dtype float32 --steps 13 --eval-every 10 --save-every 10"
 TOKENS = 8 * 32  # per step
 
 

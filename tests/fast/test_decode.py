@@ -210,17 +210,14 @@ def test_edited_code_runs_plain(monkeypatch):
         monkeypatch.undo()
 
 
-def transpose(model: Any) -> None:
-    """Equal values, in another order in memory."""
-    weight = model.layers[1].self_attn.o_proj.weight
-    weight.data = weight.T.contiguous().T
-
-
 CHANGES: list[tuple[Callable[[Any], Any], bool]] = [  # and whether C may compute a token
     (lambda model: setattr(model, "init_stream", lambda x: 3 * x), True),
     (lambda model: setattr(model.layers[1].mlp, "up_proj", nn.Sequential(nn.Linear(32, 48), nn.Tanh())), False),
     (lambda model: setattr(model.layers[0], "mlp", MLP(replace(model.config, hidden_dim=32))), False),
-    (transpose, False),
+    (
+        lambda model: setattr(up := model.layers[1].mlp.up_proj.weight, "data", up.T.contiguous().T),
+        False,
+    ),  # equal values
 ]
 
 

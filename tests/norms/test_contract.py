@@ -167,9 +167,6 @@ def test_autocast_does_not_change_the_result(kind, training, device):
     assert torch.equal(*grads)
 
 
-# --- gradients -------------------------------------------------------------------------------------------------------
-
-
 @each_kind_and_mode
 @pytest.mark.parametrize(
     ("rows", "dim", "scale", "bound", "gain_bound"),
