@@ -264,7 +264,7 @@ def test_streamed_text_matches_decoded_text():
 def test_prompt_and_continuation_are_printed_to_stdout(run, model, dtype, fast, capsys, monkeypatch):
     """In half precision too: the likeliest tokens of this model are those of float32, by several nats."""
     opened, open_checkpoint = list[Any](), command.open_checkpoint
-    monkeypatch.setattr(command, "open_checkpoint", lambda *each: opened.extend(open_checkpoint(*each)) or opened)
+    monkeypatch.setattr(command, "open_checkpoint", lambda *each: opened.__iadd__(open_checkpoint(*each)))
     flags = f"--checkpoint {run} --prompt def --tokens 6 --temperature 0 --device cpu --dtype {dtype} {fast}"
     command.main(flags.split())
     assert opened[1].lm_head.weight.dtype == getattr(torch, dtype)

@@ -233,12 +233,12 @@ def test_a_recipe_is_the_released_code(name):
     weights = dict(model_of_theirs.named_parameters())
     caps = {option: value for option, value in SMALL_CAPS.items() if option in RECIPES[name]}
     model = Llama(configure({"recipe": name, **SIZES, **caps, **OURS.get(name, {})})[0]).double().eval()
-    state, found = to_ours(name, weights), {}
+    state, given = to_ours(name, weights), {}
     for path, weight in model.named_parameters():
-        weight.data.normal_(generator=torch.Generator().manual_seed(3))
+        weight.data.normal_(generator=torch.Generator().manual_seed(3))  # of a head that they do not have
         their_path = hugging_face_name(path, model.config).removeprefix("model.").replace("rotated_", "")
-        found[path] = state.get(their_path, weight)
-    output, ours = model_of_theirs(TOKENS, use_cache=False), functional_call(model, found, (TOKENS,))
+        given[path] = state.get(their_path, weight)
+    output, ours = model_of_theirs(TOKENS, use_cache=False), functional_call(model, given, (TOKENS,))
     theirs = output.logits if "logits" in output else model.logits(output.last_hidden_state)
     assert theirs.dtype == torch.float64 and (ours - theirs).norm() <= 1e-12 * theirs.norm()
     weights = {path: weight for path, weight in weights.items() if weight.any()}  # not biases of attention, experts

@@ -190,12 +190,13 @@ def test_columns_of_a_file_are_different_texts_and_one_may_be_for_validation(tex
 
 def test_a_step_has_the_windows_of_its_order(make_trainer):
     """Recorded values: runs must be reproducible. Eight windows of 32 tokens are an epoch, and a batch."""
-    trainer, seen = make_trainer("--order epochs --seed 3"), list[list[int]]()
+    trainer = make_trainer("--order epochs --seed 3")
     trainer.run.data = dataclasses.replace(trainer.run.data, train=np.arange(257, dtype=np.uint16))
-    trainer.update = lambda inputs, targets, lr: seen.append((inputs[:, 0] // 32).tolist()) or {}
+    trainer.update = lambda inputs, targets, lr: dict[str, Tensor](windows=inputs[:, 0] // 32)
     for trainer.step in (0, 1):
         trainer.train_step()
-    assert seen == [[6, 1, 5, 2, 7, 4, 3, 0], [7, 3, 5, 6, 4, 0, 2, 1]]
+    windows = [step["windows"].tolist() for step in trainer.pending]
+    assert windows == [[6, 1, 5, 2, 7, 4, 3, 0], [7, 3, 5, 6, 4, 0, 2, 1]]
 
 
 # --- optimizer and schedule ------------------------------------------------------------------------------------------

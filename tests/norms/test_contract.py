@@ -274,7 +274,7 @@ def test_invalid_eps_is_refused(kind, eps):
 @each_kind
 def test_traits_hold_where_they_are_claimed_and_fail_where_they_are_not(kind, device):
     """In training. Scaling by a power of two is exact, so a scale-invariant norm gives the same bits."""
-    traits, norm_args = TRAITS[kind], {"eps": 1e-15} if kind in WITH_EPS else {}
+    traits, norm_args = TRAITS[kind], dict[str, Any](eps=1e-15) if kind in WITH_EPS else {}
     norm: Any = trained_norm(kind, 256, device=device, **norm_args)
     x = normal(4, 12, 256, device=device)
     for power in (-6, -1, 1, 10):
@@ -392,7 +392,7 @@ def test_compiled_matches_eager(kind, training, backend, device):
     if backend == "inductor" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         pytest.skip("no C++ compiler for Inductor")
     # This CPU is known; finding out takes longer than the rest.
-    options = {"options": {"cpp.vec_isa_ok": True}} if backend == "inductor" else {}
+    options: dict[str, Any] = {"options": {"cpp.vec_isa_ok": True}} if backend == "inductor" else {}
     eager = trained_norm(kind, 64, training, device)
     norm = trained_norm(kind, 64, training, device)
     compiled: Any = torch.compile(norm, backend=backend, fullgraph=True, **options)
