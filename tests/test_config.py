@@ -243,8 +243,10 @@ def test_a_changed_default_or_an_unknown_option_does_not_change_what_was_resolve
     after = options("--steps 200 --lr 0.015", run)
     assert (after["warmup"], after["lr"], after["hidden_dim"]) == (10, 0.015, 96)
     del run["resolved"]["norm"]
-    changed, fixed = changed_options(run["resolved"], *configure({"norm": "dyt", "min_lr": 0.001}))
+    asked = {"norm": "dyt", "seed": 5, "batch_size": 16, "order": "epochs", "optimizer": "adamw", "min_lr": 0.001}
+    changed, fixed = changed_options(run["resolved"], *configure(asked))
     assert "--min-lr 0.0 -> 0.001" in changed and "--norm rmsnorm, not dyt" in fixed
+    assert {flag_name(name) for name in asked} - {line.split()[0] for line in fixed} == {"--min-lr"}
 
 
 def test_another_machine_does_not_change_a_run(monkeypatch):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import make_dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +19,12 @@ from config import ModelConfig, option
 from data.tokenizer import ByteTokenizer
 from fast import decode
 from fast.decode import FastDecoder, accelerate
+from files import ROOT
 from generate import cast_matrices, generate
 from model import MLP, LayerCache, Llama
 from runtime.checkpoint import save_pretrained
 from tests.random_values import randomize
 
-ROOT = Path(__file__).parents[2]
 TOKENS = torch.randint(0, 61, (3, 17), generator=torch.Generator().manual_seed(0))
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "head_dim": 16, "hidden_dim": 48, "vocab_size": 61, "context": 17}
 SHAPES: list[dict[str, Any]] = [
