@@ -112,7 +112,7 @@ def test_a_report_is_drawn_when_a_run_ends_or_stops(command, monkeypatch, tmp_pa
 
 
 def test_the_summary_names_the_best_evaluation_if_it_is_not_the_last(command, capsys, monkeypatch):
-    values = iter([(2.0, 3.0), (1.0, 1.5), (1.2, 1.75), (1.0, 1.0)])
+    values = iter([(2.0, 3.0), (1.0, 1.5), (1.2, 1.75), (1.0, 1.505)])
     monkeypatch.setattr(train, "evaluate", lambda *args: next(values))
     command("--steps 6 --eval-every 2")
     printed = capsys.readouterr().out
