@@ -1,6 +1,7 @@
 """What follows from what was asked, for a new run and for one that goes on, and errors in one line."""
 
 import dataclasses
+import inspect
 import json
 import re
 import textwrap
@@ -25,6 +26,8 @@ from config import (
 )
 from experiments.ablation import AblationConfig
 from generate import Options
+from norms import KINDS
+from norms.placement import PLACEMENTS
 from runtime.flags import SYNONYMS, read_train
 from runtime.run import fields_of, read_config_file, resolve
 
@@ -204,12 +207,19 @@ def test_an_option_changes_what_follows_from_it_and_nothing_else(flags, expected
 def test_presets_defaults_and_synonyms_are_as_recorded(pytestconfig):
     """In options.json: what tiny, the preset without --preset, resolves to, and how others differ from it.
 
+    And the defaults of other commands, and of the arguments of norms and placements.
     `pytest tests/test_config.py --record` writes that file again. GPUs with less memory have smaller micro-batches.
     """
     presets = {name: fields_of(*configure({"preset": name})) for name in PRESETS}
     found = {name: changes(presets["tiny"], presets[name]) for name in PRESETS} | {"tiny": presets["tiny"]}
     found |= {"ablate.py": dataclasses.asdict(AblationConfig()), "generate.py": dataclasses.asdict(Options())}
     found |= {f"bench.py {name}": dataclasses.asdict(each[1]()) for name, each in bench.COMMANDS.items()}
+    made: list[tuple[str, Any]] = [*KINDS.items(), *((name, each.connection) for name, each in PLACEMENTS.items())]
+    arguments = {name: inspect.signature(each).parameters for name, each in made if each.__module__.startswith("norms")}
+    found["arguments"] = {
+        name: {argument: each.default for argument, each in parameters.items() if each.default not in ("", each.empty)}
+        for name, parameters in arguments.items()
+    }
     found["synonyms"] = SYNONYMS
     file = Path(__file__).with_name("options.json")
     if pytestconfig.getoption("record"):  # no row ends between a name and its value
