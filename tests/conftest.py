@@ -20,6 +20,7 @@ torch.set_num_threads(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     help = "also test the norms that this file registers, with the oracle in test_KIND.py next to it"
     parser.addoption("--import", dest="imports", action="append", default=[], metavar="FILE.py", help=help)
+    parser.addoption("--record", action="store_true", help="write tests/options.json again, which test_config.py reads")
 
 
 def pytest_configure(config: pytest.Config) -> None:

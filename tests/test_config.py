@@ -1,15 +1,20 @@
 """What follows from what was asked, for a new run and for one that goes on, and errors in one line."""
 
 import dataclasses
+import inspect
 import json
 import re
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import bench
 from config import (
     DEFAULTS,
+    PRESETS,
     RECIPES,
     ROPE_SCALING,
     ModelConfig,
@@ -19,7 +24,11 @@ from config import (
     configure,
     flag_name,
 )
-from runtime.flags import read_train
+from experiments.ablation import AblationConfig
+from generate import Options
+from norms import KINDS
+from norms.placement import PLACEMENTS
+from runtime.flags import SYNONYMS, read_train
 from runtime.run import fields_of, read_config_file, resolve
 
 # --- bad input -------------------------------------------------------------------------------------------------------
@@ -96,19 +105,17 @@ def test_invalid_value_gives_a_one_line_error(flags, message):
     assert message in str(excinfo.value) and "\n" not in str(excinfo.value)
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"dim": "wide"}, "dim must be of type int, not 'wide'"),
-        ({"layers": 2.0}, "layers must be of type int, not 2.0"),
-        ({"width": 3}, "'width' is not an option of this version"),
-        ({"lr": True}, "lr must be of type float, not True"),
-        ({"data": ["python", 3]}, "data must be of type list, not ['python', 3]"),
-    ],
-)
-def test_fields_of_a_file_have_their_types(fields, message):
-    with pytest.raises(ValueError, match=re.escape(f"run.json: {message}")):
-        check_fields(fields, "run.json")
+def test_fields_of_a_file_have_their_types():
+    for name, value, kind in (
+        ("dim", "w", "int"),
+        ("layers", 2.0, "int"),
+        ("lr", True, "float"),
+        ("data", [3], "list"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"run.json: {name} must be of type {kind}, not {value!r}")):
+            check_fields({name: value}, "run.json")
+    with pytest.raises(ValueError, match=r"run\.json: 'width' is not an option of this version"):
+        check_fields({"width": 3}, "run.json")
     check_fields({"kv_heads": None, "warmup": None, "lr": 1, "norm_args": {"eps": 1}}, "run.json")
 
 
@@ -129,6 +136,7 @@ NEW: dict[str, dict[str, Any]] = {
     "--preset 1b --heads 4": {"heads": 4, "kv_heads": 4, "head_dim": 512},
     "--preset 7b --heads 8 --no-recompute": {"heads": 8, "kv_heads": 8, "head_dim": 512, "recompute": False},
     "--preset small --batch-size 48": {"batch_size": 48, "micro_batch_size": 48},
+    "--preset 124m --norm batchnorm": {"norm": "batchnorm", "micro_batch_size": 480},
     "--mlp plain": {"mlp": "plain", "hidden_dim": 512},
     "--preset 7b --mlp plain --activation relu2": {"mlp": "plain", "activation": "relu2", "hidden_dim": 16384},
     "--recipe olmo2 --placement pre --dim 64": {"qk_norm": "full", "dim": 64, "head_dim": 32, "hidden_dim": 192},
@@ -151,12 +159,7 @@ LATER: dict[tuple[str, str], dict[str, Any]] = {
     ("--placement deepnorm --init xavier", "--placement post"): {"placement": "post"},
     ("--norm layernorm --norm-arg bias=false", "--norm dyt"): {"norm": "dyt", "norm_args": {}},
     ("--norm layernorm --norm-arg bias=false", "--norm-arg eps=1"): {"norm_args": {"bias": False, "eps": 1}},
-    ("--embedding-scale sqrt", "--dim 64"): {
-        "embedding_scale": 8.0,
-        "dim": 64,
-        "head_dim": 32,
-        "hidden_dim": 192,
-    },
+    ("--embedding-scale sqrt", "--dim 64"): {"embedding_scale": 8.0, "dim": 64, "head_dim": 32, "hidden_dim": 192},
     ("--recipe olmo2", "--recipe exaone4 --lr 0.1"): {"qk_norm": "head", "lr": 0.1},
     ("--recipe hunyuan_v1_dense", "--qk-norm none"): {"qk_norm": "none", "qk_norm_after_rope": False},
     ("--recipe olmo", "--norm-arg eps=0.5"): {"norm_args": {"elementwise_affine": False, "eps": 0.5}},
@@ -201,6 +204,34 @@ def test_an_option_changes_what_follows_from_it_and_nothing_else(flags, expected
     assert changes(run["resolved"], options(flags[1], run)) == expected
 
 
+def test_presets_defaults_and_synonyms_are_as_recorded(pytestconfig):
+    """In options.json: what tiny, the preset without --preset, resolves to, and how others differ from it.
+
+    And the defaults of other commands, and of the arguments of norms and placements.
+    `pytest tests/test_config.py --record` writes that file again. GPUs with less memory have smaller micro-batches.
+    """
+    presets = {name: fields_of(*configure({"preset": name})) for name in PRESETS}
+    found = {name: changes(presets["tiny"], presets[name]) for name in PRESETS} | {"tiny": presets["tiny"]}
+    found |= {"ablate.py": dataclasses.asdict(AblationConfig()), "generate.py": dataclasses.asdict(Options())}
+    found |= {f"bench.py {name}": dataclasses.asdict(each[1]()) for name, each in bench.COMMANDS.items()}
+    made: list[tuple[str, Any]] = [*KINDS.items(), *((name, each.connection) for name, each in PLACEMENTS.items())]
+    arguments = {name: inspect.signature(each).parameters for name, each in made if each.__module__.startswith("norms")}
+    found["arguments"] = {
+        name: {argument: each.default for argument, each in parameters.items() if each.default not in ("", each.empty)}
+        for name, parameters in arguments.items()
+    }
+    found["synonyms"] = SYNONYMS
+    file = Path(__file__).with_name("options.json")
+    if pytestconfig.getoption("record"):  # no row ends between a name and its value
+        wrap = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False).fill
+        rows = {name: wrap(json.dumps(each)[1:-1].replace(": ", ":\u00a0")) for name, each in found.items()}
+        text = ",\n".join(f' "{name}": {{\n{row}\n }}' for name, row in rows.items())
+        file.write_text(f"{{\n{text}\n}}\n".replace("\u00a0", " "), "utf-8")
+    assert found == json.loads(file.read_text("utf-8"))
+    for memory, size in ((13e9, 64), (11e9, 32), (5e9, 16)):
+        assert configure({"preset": "small"}, memory=memory)[1].micro_batch_size == size
+
+
 def test_flags_come_before_the_run_and_the_run_before_defaults():
     """Also if the run itself was continued with other flags: all of them are in its run.json."""
     for first, warmup in (("", 15), ("--warmup 25", 25)):
@@ -222,8 +253,10 @@ def test_a_changed_default_or_an_unknown_option_does_not_change_what_was_resolve
     after = options("--steps 200 --lr 0.015", run)
     assert (after["warmup"], after["lr"], after["hidden_dim"]) == (10, 0.015, 96)
     del run["resolved"]["norm"]
-    changed, fixed = changed_options(run["resolved"], *configure({"norm": "dyt", "min_lr": 0.001}))
+    asked = {"norm": "dyt", "seed": 5, "batch_size": 16, "order": "epochs", "optimizer": "adamw", "min_lr": 0.001}
+    changed, fixed = changed_options(run["resolved"], *configure(asked))
     assert "--min-lr 0.0 -> 0.001" in changed and "--norm rmsnorm, not dyt" in fixed
+    assert {flag_name(name) for name in asked} - {line.split()[0] for line in fixed} == {"--min-lr"}
 
 
 def test_another_machine_does_not_change_a_run(monkeypatch):

@@ -1,4 +1,7 @@
-"""--init-from: fine-tuning a model of `transformers`, or one of ours."""
+"""--init-from: fine-tuning a model of `transformers`, or one of ours.
+
+The logits of such models are compared in test_parity.py, and steps of training in test_minimal.py.
+"""
 
 import hashlib
 import json
@@ -7,23 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import train
 from config import TrainConfig, configs_of
-from data.batches import training_batch
 from data.tokenizer import ByteTokenizer
 from model import Llama
-from optim import learning_rate
 from runtime.checkpoint import load_checkpoint, load_pretrained
 from runtime.flags import read_train
-from runtime.run import Run, open_run
+from runtime.run import open_run
 
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-STEPS = 20
 TRAINING = "--steps 20 --batch-size 4 --device cpu --dtype float32 --optimizer adamw --lr 3e-3 --warmup 3 "
 TRAINING += "--eval-every 20"
 
@@ -51,40 +50,6 @@ def fine_tune(text: Path, tmp_path: Path, directory: Path):
         return f"{where} {TRAINING} --init-from {directory} {more}".split()
 
     return flags
-
-
-def losses_of_transformers(directory: Path, run: Run, dtype: torch.dtype) -> torch.Tensor:
-    model = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=dtype).train()
-    named = list(model.named_parameters())
-    decayed = [weight for name, weight in named if weight.ndim == 2 and ".layers." in name]
-    others = [weight for name, weight in named if weight.ndim == 1 or ".layers." not in name]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer, losses = torch.optim.AdamW(groups, betas=(0.9, 0.95)), []
-    for step in range(STEPS):
-        inputs, targets = training_batch(run.data.train, 5, step, range(4), 32)
-        loss = F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(run.config, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return torch.tensor(losses, dtype=torch.float64)
-
-
-def test_losses_equal_those_of_transformers_and_torch(fine_tune, directory):
-    """In fp32, ours are as close to float64 as theirs, up to a factor that allows for another order of sums."""
-    run = open_run(read_train(fine_tune("--seed 5")), [])
-    trainer = train.Trainer(run)
-    for trainer.step in range(STEPS):
-        trainer.train_step()
-    ours = torch.stack([step["train_loss"] for step in trainer.pending]).double()
-    theirs = losses_of_transformers(directory, run, torch.float32)
-    exact = losses_of_transformers(directory, run, torch.float64)
-    assert exact[-1] < exact[0] - 0.5
-    errors = [float((each - exact).square().mean().sqrt()) for each in (ours, theirs)]
-    assert errors[0] <= 3 * errors[1] + torch.finfo(torch.float32).eps * float(exact.mean()), errors
 
 
 def test_a_run_records_its_origin_and_resumes_without_it(fine_tune, directory, tmp_path, fingerprint):

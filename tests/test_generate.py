@@ -19,18 +19,7 @@ from hypothesis import strategies as st
 import generate as command
 from config import ModelConfig
 from data.tokenizer import ByteTokenizer, train_tokenizer
-from generate import (
-    Sampling,
-    TextStream,
-    generate,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
-    max_new_tokens,
-    sample_ids,
-    stream_ids,
-    stream_text,
-)
+from generate import Sampling, TextStream, generate, max_new_tokens, sample_ids, stream_ids, stream_text
 from model import LayerCache, Llama
 from runtime.checkpoint import save_checkpoint
 from tests.random_values import randomize
@@ -61,41 +50,36 @@ def run(tmp_path_factory) -> Path:
 # --- filters ---------------------------------------------------------------------------------------------------------
 
 
-FILTERS = {  # and how many tokens they keep
+FILTERS = {  # of eight tokens, and how many they keep
     Sampling(temperature=0.5): 8,
     Sampling(temperature=1.5, top_k=6, top_p=0.8, min_p=0.1): 4,  # top-p before the temperature would keep three
     Sampling(temperature=1.0, top_k=4, top_p=0.7): 2,  # top-p before top-k would keep three tokens
     Sampling(temperature=1.0, top_p=0.7, min_p=0.2): 3,  # min-p before top-p would keep two tokens
+    Sampling(temperature=1.0, top_k=9, top_p=0.40): 1,  # the likeliest has a probability of 0.407
+    Sampling(temperature=1.0, top_p=0.41): 2,  # the token that crosses p is kept
+    Sampling(temperature=1.0, min_p=0.60): 2,  # the second is 0.607 times as likely as the first
+    Sampling(temperature=1.0, min_p=0.61): 1,
 }
 
 
 @pytest.mark.parametrize("sampling, kept", FILTERS.items(), ids=str)
 def test_draw_follows_the_filtered_probabilities(sampling, kept):
+    """Of each row by itself."""
     logits, count = torch.tensor([1.0, 0.0, 2.5, -1.0, 2.0, 1.5, 0.5, -2.0]), 20_000
     exp = np.exp(logits.numpy().astype(float) / sampling.temperature)
     exp[np.argsort(exp)[:-kept]] = 0
     expected = exp / exp.sum()
     points = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    ids = sample_ids(logits.expand(count, -1), sampling, points)
+    ids = sample_ids(torch.stack((logits, logits - 1)).repeat(count // 2, 1), sampling, points)
     frequencies = np.bincount(ids.numpy(), minlength=8) / count
     assert not frequencies[expected == 0].any()
     # within five standard deviations
     assert (np.abs(frequencies - expected) <= 5 * np.sqrt(expected * (1 - expected) / count)).all()
 
 
-def kept_tokens(logits: torch.Tensor) -> list[list[int]]:
-    return [row.isfinite().nonzero().flatten().tolist() for row in logits]
-
-
-def test_tokens_kept_by_each_filter():
-    probabilities = torch.tensor([[0.05, 0.5, 0.15, 0.3], [0.25, 0.25, 0.25, 0.25]], dtype=torch.float64)
-    logits = probabilities.log()
-    assert kept_tokens(keep_top_k(logits, 2))[0] == [1, 3] and len(kept_tokens(keep_top_k(logits, 2))[1]) == 2
-    assert kept_tokens(keep_top_k(logits, 9)) == [[0, 1, 2, 3]] * 2
-    assert kept_tokens(keep_top_p(logits, 0.51))[0] == [1, 3]  # the token that crosses p is kept
-    assert [len(row) for row in kept_tokens(keep_top_p(logits, 0.5))] == [1, 2]  # reaching p exactly is enough
-    assert kept_tokens(keep_min_p(logits, 0.59)) == [[1, 3], [0, 1, 2, 3]]  # relative to each row's highest
-    assert kept_tokens(keep_min_p(logits, 0.61))[0] == [1]
+def test_reaching_p_exactly_is_enough():
+    kept = command.keep_top_p(torch.tensor([[0.05, 0.5, 0.15, 0.3], [0.25] * 4], dtype=torch.float64).log(), 0.5)
+    assert kept.isfinite().sum(-1).tolist() == [1, 2]
 
 
 def test_a_token_of_probability_0_is_never_sampled():
@@ -187,9 +171,9 @@ def test_memory_is_for_the_tokens_that_are_generated(model, monkeypatch):
 def test_generation_restores_the_mode_and_records_no_gradients():
     """Also when it fails."""
     model, recorded = random_weights_model().train(), set()
-    model.final_norm.register_forward_hook(lambda module, inputs, output: recorded.add(output.requires_grad))
+    model.final_norm.register_forward_hook(lambda norm, _, output: recorded.add((norm.training, output.requires_grad)))
     generate(model, [7], tokens=3)
-    assert model.training and recorded == {False}
+    assert model.training and recorded == {(False, False)}
     with pytest.raises(ValueError, match="--tokens 99"):
         generate(model, [7], tokens=99)
     assert model.training
@@ -223,14 +207,6 @@ def add_in_pieces(raw: bytes, cuts: list[int], stop: list[str]) -> str:
     return shown + text.end()
 
 
-def text_before_stop(text: str, stop: list[str]) -> str:
-    for end in range(1, len(text) + 1):
-        starts = [end - len(string) for string in stop if text[:end].endswith(string)]
-        if starts:
-            return text[: min(starts)]
-    return text
-
-
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.text(alphabet="abé€😀\n", max_size=12),
@@ -238,7 +214,9 @@ def text_before_stop(text: str, stop: list[str]) -> str:
     st.lists(st.text(alphabet="abé€😀\n", min_size=1, max_size=4), max_size=3),
 )
 def test_text_does_not_depend_on_how_bytes_are_split(text, cuts, stop):
-    assert add_in_pieces(text.encode(), cuts, stop) == text_before_stop(text, stop)
+    """It is what comes before the stop string that ends first, of these the longest."""
+    found = [(text.index(each) + len(each), text.index(each)) for each in stop if each in text]
+    assert add_in_pieces(text.encode(), cuts, stop) == text[: min(found)[1] if found else None]
 
 
 def test_incomplete_characters_and_possible_stop_strings_are_held_back():
@@ -277,10 +255,13 @@ def test_streamed_text_matches_decoded_text():
 
 
 @pytest.mark.parametrize("dtype, fast", [("float32", ""), ("bfloat16", ""), ("float16", "--no-fast")])
-def test_prompt_and_continuation_are_printed_to_stdout(run, model, dtype, fast, capsys):
+def test_prompt_and_continuation_are_printed_to_stdout(run, model, dtype, fast, capsys, monkeypatch):
     """In half precision too: the likeliest tokens of this model are those of float32, by several nats."""
+    opened, open_checkpoint = list[Any](), command.open_checkpoint
+    monkeypatch.setattr(command, "open_checkpoint", lambda *each: opened.__iadd__(open_checkpoint(*each)))
     flags = f"--checkpoint {run} --prompt def --tokens 6 --temperature 0 --device cpu --dtype {dtype} {fast}"
     command.main(flags.split())
+    assert opened[1].lm_head.weight.dtype == getattr(torch, dtype)
     output = capsys.readouterr()
     sampling = Sampling(tokens=6, temperature=0)
     assert output.out == f"def{join_pieces(stream_text(model, ByteTokenizer(), list(b'def'), sampling))}\n"

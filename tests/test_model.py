@@ -9,9 +9,7 @@ layers deep, this adds up to about 1e-6. A tolerance of 1e-5 allows for that and
 
 import copy
 import dataclasses
-import inspect
 import math
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 from unittest.mock import Mock
@@ -23,21 +21,16 @@ from torch import Tensor, nn
 from config import ModelConfig
 from fast.compiled import CompiledDecoder, StaticCache
 from machine.device import deterministic
-from model import MLP, Embedding, Linear, Llama, Rope, precompute_freqs_cis, rotate
+from model import Embedding, Linear, Llama, Rope, precompute_freqs_cis, rotate
 from norms import KINDS, TRAITS
 from norms.placement import PLACEMENTS, Placement, PreNorm, Site
 from norms.registry import Traits
 from norms.rmsnorm import RMSNorm
-from roles import matrices
+from roles import draw_weights, matrices
 from tests.random_values import drawn, normal, randomize
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]])
-
-
-def random_weights_model(config: ModelConfig) -> Llama:
-    """Its attention is sharp."""
-    return randomize(Llama(config), matrices=1.5)
 
 
 def test_llama_takes_a_configuration_or_its_fields():
@@ -57,17 +50,20 @@ def test_a_norm_that_is_not_per_head_leaves_queries_and_keys_to_rmsnorm():
 
 
 @pytest.mark.parametrize("most", [1 << 16, 10])
-def test_loss_of_a_model_in_bf16_is_that_of_its_logits_in_fp32(most, monkeypatch):
-    """In bf16 it would have 3 digits, also where the vocabulary is a large one."""
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_loss_of_a_model_in_bf16_is_that_of_its_logits_in_fp32(cap, most, monkeypatch):
+    """In bf16 it would have 3 digits, also where the vocabulary is a large one. A cap makes fp32 of the logits."""
     monkeypatch.setattr("model.LARGE_VOCABULARY", most)
-    model = random_weights_model(SMALL).bfloat16()
+    model = randomize(Llama(dataclasses.replace(SMALL, logit_cap=cap)), matrices=1.5).bfloat16()
     with torch.no_grad():
-        loss, logits = model.loss(TOKENS[:, :-1], TOKENS[:, 1:]), model(TOKENS[:, :-1]).double()
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten())
+        loss, logits = model.loss(TOKENS[:, :-1], TOKENS[:, 1:]), model(TOKENS[:, :-1])
+    assert logits.dtype == (torch.float32 if cap else torch.bfloat16)
+    expected = nn.functional.cross_entropy(logits.double().flatten(0, 1), TOKENS[:, 1:].flatten())
     assert loss.dtype == torch.float32 and float(loss) == pytest.approx(float(expected), rel=1e-6)
 
 
-def test_the_loss_of_a_large_vocabulary_needs_logits_of_a_few_tokens_at_a_time(monkeypatch):
+@pytest.mark.parametrize("backend", ["", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_the_loss_of_a_large_vocabulary_needs_logits_of_a_few_tokens_at_a_time(backend, monkeypatch):
     """It is the loss of all logits in float64, and so are its gradients, also compiled. Training adds the z-loss."""
     model = Llama(dataclasses.replace(SMALL, z_loss=0.1, logit_cap=0.05)).double()
     tokens, targets = torch.randint(model.config.vocab_size, (2, 2, 7))
@@ -77,19 +73,16 @@ def test_the_loss_of_a_large_vocabulary_needs_logits_of_a_few_tokens_at_a_time(m
     torch.testing.assert_close(model.loss(tokens, targets), cross_entropy, rtol=1e-14, atol=0)
     monkeypatch.setattr("model.LARGE_VOCABULARY", 10)
     monkeypatch.setattr("model.LOSS_TOKENS", 4)
-    gradients = torch.autograd.grad(expected, list(model.parameters()))
-    for objective in (model.objective, torch.compile(model.objective, backend="aot_eager")):
-        loss = torch.stack([*objective(tokens, targets).values()]).sum()
-        torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
-        for found, gradient in zip(torch.autograd.grad(loss, list(model.parameters())), gradients, strict=True):
-            assert (found - gradient).norm() <= 1e-14 * gradient.norm()
+    objective = torch.compile(model.objective, backend=backend) if backend else model.objective
+    loss = torch.stack([*objective(tokens, targets).values()]).sum()
+    torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
+    weights = list(model.parameters())
+    for found, gradient in zip(*(torch.autograd.grad(each, weights) for each in (loss, expected)), strict=True):
+        assert (found - gradient).norm() <= 1e-14 * gradient.norm()
     counted = Mock(side_effect=model.logits)
     monkeypatch.setattr(model, "logits", counted)
     model.loss(tokens, targets)
     assert [len(call.args[0]) for call in counted.call_args_list] == [4, 4, 4, 2]
-
-
-# --- attention -------------------------------------------------------------------------------------------------------
 
 
 def test_which_attention_is_called(monkeypatch):
@@ -104,7 +97,7 @@ def test_which_attention_is_called(monkeypatch):
         return attention(q, k, v, attn_mask, dropout_p, is_causal)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
-    model = random_weights_model(dataclasses.replace(SMALL, layers=1))
+    model = randomize(Llama(dataclasses.replace(SMALL, layers=1)), matrices=1.5)
     cache = model.new_cache()
     model(TOKENS)
     for part in TOKENS.split([5, 2, 1], dim=1):
@@ -119,25 +112,19 @@ def test_which_attention_is_called(monkeypatch):
 # --- rotary positions ------------------------------------------------------------------------------------------------
 
 
-def test_precompute_freqs_cis_signature_and_values():
-    assert list(inspect.signature(precompute_freqs_cis).parameters)[:3] == ["dim", "end", "theta"]
-    assert inspect.signature(precompute_freqs_cis).parameters["theta"].default == 10000.0
-    cos, sin = precompute_freqs_cis(6, 200_000, 50.0)
-    assert cos.shape == sin.shape == (200_000, 3) and cos.dtype == sin.dtype == torch.float32
-    for position in (0, 1, 7, 199_999):
-        for pair in range(3):
-            angle = position * 50.0 ** (-2 * pair / 6)
-            # fp32 rounds to 6e-8; an angle formed in fp32 would be off by up to 0.008 at the last position
-            assert float(cos[position, pair]) == pytest.approx(math.cos(angle), abs=1e-7)
-            assert float(sin[position, pair]) == pytest.approx(math.sin(angle), abs=1e-7)
+def test_precompute_freqs_cis():
+    """fp32 rounds to 6e-8; an angle formed in fp32 would be off by up to 0.008 at the last position."""
+    table = precompute_freqs_cis(dim=6, end=200_000, theta=50.0)
+    angles = torch.arange(200_000).double()[:, None] * 50.0 ** (-torch.tensor([0.0, 2.0, 4.0]).double() / 6)
+    for found, expected in zip(table, (angles.cos(), angles.sin()), strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-7)
 
 
 def test_rotate_computes_in_fp32_and_returns_the_input_dtype():
-    x = normal(1, 40, 1, 16, dtype=torch.bfloat16)
-    table = precompute_freqs_cis(16, 40)
+    x, table = normal(1, 40, 1, 16, dtype=torch.bfloat16), precompute_freqs_cis(16, 40)
     got = rotate(x, table)
-    assert got.dtype == torch.bfloat16
-    assert torch.equal(got, rotate(x.float(), table).bfloat16())
+    assert got.dtype == torch.bfloat16 and torch.equal(got, rotate(x.float(), table).bfloat16())
 
 
 def test_rope_table_survives_meta_device_and_casts():
@@ -172,23 +159,17 @@ def test_a_tied_head_stays_the_embedding():
             Llama(SMALL).load_state_dict(apart.state_dict(), assign=assign)
 
 
-# --- KV cache --------------------------------------------------------------------------------------------------------
-
-
 def test_exceeding_the_context_is_refused():
-    model = random_weights_model(SMALL)
+    model, tokens = Llama(SMALL), torch.zeros(1, 17, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"must have the shape \(B, T\)"):
-        model(torch.zeros(3, dtype=torch.int64))
+        model(tokens[0])
     with pytest.raises(ValueError, match="17 tokens exceed the model's context of 16"):
-        model(torch.zeros(1, 17, dtype=torch.long))
+        model(tokens)
     cache = model.new_cache()
     with torch.no_grad():
-        model(torch.zeros(1, 16, dtype=torch.long), cache)
+        model(tokens[:, :16], cache)
     with pytest.raises(ValueError, match="17 tokens"):
-        model(torch.zeros(1, 1, dtype=torch.long), cache)
-
-
-# --- initial weights -------------------------------------------------------------------------------------------------
+        model(tokens[:, :1], cache)
 
 
 def test_initial_weight_depends_on_seed_name_and_shape():
@@ -211,9 +192,6 @@ def test_initial_weight_depends_on_seed_name_and_shape():
     }
 
 
-# --- roles -----------------------------------------------------------------------------------------------------------
-
-
 def test_nothing_is_uninitialized_when_a_constructor_returns():
     """Memory that nobody has written is NaN here."""
     variants: list[dict[str, Any]] = [{"norm": kind} for kind in KINDS]
@@ -227,21 +205,8 @@ def test_nothing_is_uninitialized_when_a_constructor_returns():
             assert tensor.isfinite().all(), f"{name} of {module}"
 
 
-PLAIN: dict[str, Callable[[], Any]] = {
-    "linear": lambda: nn.Linear(24, 3),
-    "embedding": lambda: nn.Embedding(24, 3),
-    "v_norm_parameter": lambda: nn.Parameter(torch.zeros(3, 3)),
-}
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_matrix_without_a_role_is_an_error_at_construction(name, monkeypatch):
+def test_a_matrix_without_a_role_is_an_error(monkeypatch):
     """Whatever it is called, unless a norm or a residual connection owns it, which initialize themselves."""
-
-    class Wider(MLP):
-        def __init__(self, config: ModelConfig):
-            super().__init__(config)
-            setattr(self, name, PLAIN[name]())
 
     class Mixed(RMSNorm):
         def __init__(self, dim: int):
@@ -258,10 +223,11 @@ def test_a_matrix_without_a_role_is_an_error_at_construction(name, monkeypatch):
     monkeypatch.setitem(PLACEMENTS, "with_matrix", Placement(WithMatrix))
     mixed = dataclasses.replace(SMALL, norm="mixed", placement="with_matrix", qk_norm="full")
     assert Llama(mixed).get_submodule("layers.0.attention_residual.mix")
-    monkeypatch.setattr("model.MLP", Wider)
-    where = rf"^layers\.0\.mlp\.{name}(\.weight)?"
-    with pytest.raises(ValueError, match=where + r" is a matrix without a role; make it with model\.Linear\(inputs"):
-        Llama(SMALL)
+    plain = {"linear": nn.Linear(24, 3), "embedding": nn.Embedding(24, 3), "v_norm": nn.Parameter(torch.zeros(3, 3))}
+    for name, matrix in plain.items():
+        setattr((model := Llama(SMALL)).get_submodule("layers.0.mlp"), name, matrix)
+        with pytest.raises(ValueError, match=rf"^layers\.0\.mlp\.{name}(\.weight)? is a matrix without a role"):
+            draw_weights(model, 0)
     with pytest.raises(ValueError, match=r"role 'extra_gate' is not known: add it to ROLES in roles\.py"):
         Linear(3, 5, "extra_gate")
 
@@ -271,7 +237,7 @@ def test_a_matrix_without_a_role_is_an_error_at_construction(name, monkeypatch):
 
 def test_dropout_of_the_embedding():
     """Without norms, and with blocks that add nothing, the hidden states are the embedding after dropout."""
-    model = random_weights_model(dataclasses.replace(SMALL, norm="none", dropout=0.5))
+    model = randomize(Llama(dataclasses.replace(SMALL, norm="none", dropout=0.5)), matrices=1.5)
     for name, weight in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
             weight.data.zero_()
@@ -284,7 +250,7 @@ def test_dropout_of_the_embedding():
 @pytest.mark.parametrize("dtype, cap", [(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 5)], ids=str)
 def test_dropout_applies_to_attention_and_mlp(dtype, cap):
     """Of attention, both its output and its probabilities, which change the values that are not dropped."""
-    model = random_weights_model(dataclasses.replace(SMALL, dropout=0.5, attention_cap=cap)).train()
+    model = randomize(Llama(dataclasses.replace(SMALL, dropout=0.5, attention_cap=cap)), matrices=1.5).train()
     x = normal(2, 8, 24)
     block, rope = model.get_submodule("layers.0"), model.rope(slice(8))
     torch.manual_seed(0)
@@ -297,19 +263,22 @@ def test_dropout_applies_to_attention_and_mlp(dtype, cap):
             assert torch.allclose(first[kept], second[kept]) != probabilities
 
 
-def test_gradient_checkpointing_is_bit_identical():
+def test_gradient_checkpointing_computes_each_block_twice_and_is_bit_identical():
     """Loss and gradients of two batches with dropout."""
-    tokens = torch.arange(4 * 18).view(2, 4, 9) % 11
+    tokens, calls = torch.arange(4 * 18).view(2, 4, 9) % 11, []
 
     def two_batches(recompute: bool) -> list[torch.Tensor]:
         model = Llama(dim=16, layers=3, heads=2, context=8, vocab_size=11, dropout=0.2)
         model.recompute = recompute
+        for number, block in enumerate(model.layers):
+            block.register_forward_pre_hook(lambda *args, number=number: calls.append(number))
         torch.manual_seed(0)
         losses = [model.loss(batch[:, :-1], batch[:, 1:]) for batch in tokens]
         torch.stack(losses).sum().backward()
         return [*losses, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
 
-    assert all(map(torch.equal, two_batches(True), two_batches(False)))
+    assert all(map(torch.equal, two_batches(False), two_batches(True)))
+    assert calls == [0, 1, 2] * 4 + [2, 1, 0] * 2
 
 
 def test_what_is_scaled_is_no_linear_and_no_embedding_to_tools_that_merge_adapters():

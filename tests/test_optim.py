@@ -11,7 +11,6 @@ from model import Llama
 from optim import Muon, make_optimizers
 
 STEPS = 4
-WHOLE = ["post", "deepnorm", "reordered", "residual"]  # their norms are of the whole stream, or of all of f
 
 
 def take_random_steps(optimizer, weights):
@@ -91,25 +90,25 @@ def test_optimizer_and_settings_of_each_parameter():
             assert kind is (Muon if optimizer == "muon" and "_proj" in name else AdamW), name
 
 
+AROUND = ["0.attention_residual.norm", "0.mlp_residual.norm"]
+DECAYED: dict[tuple[str, str], list[str]] = {
+    ("pre", "none"): [],
+    ("pre", "output"): [],
+    ("pre", "input"): [*AROUND, "final_norm"],
+    ("pre", "all"): [*AROUND, "final_norm", "0.q_norm", "0.k_norm"],
+    ("post", "input"): [],
+    ("sandwich", "output"): ["0.attention_residual.norm_out", "0.mlp_residual.norm_out"],
+    ("sandwich", "input"): [*AROUND, "final_norm"],
+    ("residual", "output"): AROUND,
+    ("residual", "input"): ["final_norm.norm"],
+}
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-@pytest.mark.parametrize(
-    "placement, which, named",
-    [
-        ("pre", "none", []),
-        ("pre", "output", []),
-        ("pre", "input", ["0.attention_residual.norm", "0.mlp_residual.norm", "final_norm"]),
-        ("sandwich", "output", ["0.attention_residual.norm_out", "0.mlp_residual.norm_out"]),
-        ("sandwich", "input", ["0.attention_residual.norm", "0.mlp_residual.norm", "final_norm"]),
-        ("hybrid", "output", ["0.mlp_residual.norm"]),
-        ("siamese", "output", ["0.attention_residual.norm_x", "0.mlp_residual.norm_x"]),
-        ("residual", "input", ["final_norm.norm"]),
-        *((name, "output", ["0.attention_residual.norm", "0.mlp_residual.norm"]) for name in WHOLE),
-        *((name, "input", []) for name in WHOLE[:2]),
-        ("pre", "all", ["0.attention_residual.norm", "0.mlp_residual.norm", "final_norm", "0.q_norm", "0.k_norm"]),
-    ],
-)
-def test_decayed_gains(placement, which, named, optimizer):
-    """Biases never are, whatever the norm."""
+@pytest.mark.parametrize("asked", DECAYED, ids="-".join)
+def test_decayed_gains(asked, optimizer):
+    """Biases never are, whatever the norm. norms/test_placement.py has the output norms of every placement."""
+    placement, which = asked
     model = Llama(dim=8, layers=1, placement=placement, norm="layernorm", qk_norm="head")
     names = {id(weight): name for name, weight in model.named_parameters()}
     optimizers = make_optimizers(model, TrainConfig(optimizer=optimizer, decay_gains=which, weight_decay=0.3))
@@ -117,7 +116,7 @@ def test_decayed_gains(placement, which, named, optimizer):
     found = {names[id(weight)] for group in groups if group["weight_decay"] for weight in group["params"]}
     assert sum(len(group["params"]) for group in groups) == len(names)
     gains = {name.replace("self_attn.", "").removeprefix("layers.") for name in found if "_proj" not in name}
-    assert gains == {f"{name}.weight" for name in named}
+    assert gains == {f"{name}.weight" for name in DECAYED[asked]}
     assert {group["weight_decay"] for group in groups} <= {0.0, 0.3}
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import generate as command
 import train
 from config import ModelConfig
 from data.tokenizer import SentencePieceTokenizer, train_tokenizer
@@ -95,7 +96,7 @@ def assert_as_exact(directory: Path, dtype: torch.dtype, exact: Tensor) -> None:
     for weight in theirs.parameters():  # not `theirs.to(dtype)`, which would round the RoPE frequencies too
         weight.data = weight.to(dtype)
     logits = ours(TOKENS), theirs(TOKENS).logits
-    assert all(each.dtype == dtype for each in logits) or ours.config.logit_cap  # our cap is in fp32
+    assert [each.dtype for each in logits] == [torch.float32 if ours.config.logit_cap else dtype, dtype]
     our_error, their_error = (float((each - exact).square().mean().sqrt()) for each in logits)
     rounding = torch.finfo(dtype).eps / 2 * float(exact.square().mean().sqrt())  # rounding of the logits alone
     assert our_error <= 1.5 * their_error + rounding
@@ -111,17 +112,6 @@ def assert_same_bytes(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Non
         assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
 
 
-def in_transformers_4(directory: Path) -> None:
-    """Spell the rotary parameters as transformers 4 does, and remove what only we write."""
-    config = json.loads((directory / "config.json").read_text())
-    rope = config.pop("rope_parameters")
-    rope = rope.get("full_attention", rope)
-    del config["normal_llama"]
-    config |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
-    (directory / "config.json").write_text(json.dumps(config))
-
-
 # What these families need is tested with another one.
 ALIKE = ("gemma2", "exaone4", "arcee", "qwen2", "ernie4_5", "smollm3", "olmo3")
 NAMES = [pytest.param(*each, marks=[pytest.mark.slow] * (each[1] in ALIKE)) for each in enumerate(OURS)]
@@ -134,6 +124,8 @@ def test_parity_and_round_trips(tmp_path, tokenizer, number, name):
 
     # Ours opens in transformers.
     save_pretrained(tmp_path / "ours", ours, tokenizer)
+    described, end = json.loads((tmp_path / "ours/config.json").read_text()), tokenizer.end_of_document
+    assert [described[name] for name in TOKEN_IDS] == [end, end, None]
     exact = exact_logits(tmp_path / "ours")
     assert_as_exact(tmp_path / "ours", torch.float32, exact)
 
@@ -151,8 +143,14 @@ def test_parity_and_round_trips(tmp_path, tokenizer, number, name):
     assert_same_bytes(tensors(again), tensors(directory))
     assert_same_bytes(their_model(again, dtype).state_dict(), theirs.state_dict())
 
-    # A directory that knows nothing of us, in the spelling of an earlier version.
-    in_transformers_4(again)
+    # A directory that knows nothing of us, in the spelling of transformers 4.
+    config = json.loads((again / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    rope = rope.get("full_attention", rope)
+    del config["normal_llama"]
+    config |= {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    (again / "config.json").write_text(json.dumps(config))
     llama = transformers.LlamaConfig()  # qwen2 would name a kind of tokenizer
     transformers.AutoTokenizer.from_pretrained(again, config=llama).save_pretrained(again)
     exact = exact_logits(again)
@@ -238,3 +236,21 @@ def test_a_family_is_read_fine_tuned_and_read_by_transformers(tmp_path, text, fa
     assert_as_published(run, files)
     described = json.loads((run / "config.json").read_text())
     assert (described["max_position_embeddings"], load_pretrained(run)[0].config.context) == (64, 48)
+
+
+def test_the_command_begins_prompts_and_ends_texts_as_a_family_does(tmp_path, capsys):
+    """With Llama 3's first token, and at each end, although only generation_config.json has all of them."""
+    publish("Llama 3 Instruct", tmp_path)
+    path, weights = tmp_path / "config.json", load_file(tmp_path / "model.safetensors")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 317}))
+    in_transformers = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    prompt, embedding = in_transformers("def", return_tensors="pt").input_ids, weights["model.embed_tokens.weight"]
+    options = dict(do_sample=False, max_new_tokens=8, pad_token_id=0, attention_mask=torch.ones_like(prompt))
+    for end in (317, 319):  # it changes places with the third token that comes
+        other = int(generate(load_pretrained(tmp_path)[0], prompt, tokens=3, temperature=0)[0, -1])
+        embedding[[end, other]] = embedding[[other, end]]
+        save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+        command.main(f"--checkpoint {tmp_path} --prompt def --temperature 0 --dtype float32".split())
+        theirs = their_model(tmp_path, torch.float32).generate(prompt, **options)
+        assert theirs[0, -1] == end and len(set(theirs[0].tolist())) > 5
+        assert capsys.readouterr().out == in_transformers.decode(theirs[0], skip_special_tokens=True) + "\n"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from config import DEFAULTS, configure
+from config import configure
 from model import Llama
 from recipes import RECIPES
 from runtime.huggingface.weights import hugging_face_name
@@ -69,6 +69,7 @@ THEIRS: dict[str, dict[str, Any]] = {  # what their configurations have besides 
     "llama4": {"model_type": "llama4_text", "moe_layers": [], "intermediate_size_mlp": 48, "no_rope_layers": [1, 1]}
     | {"attention_chunk_size": 64, "attn_temperature_tuning": False, "use_qk_norm": True},
     "nanochat": {"final_logit_softcapping": 3.0, "rms_norm_eps": 1e-3},
+    "bitnet": {"rms_norm_eps": 1e-3},
     "starcoder2": {"use_bias": False},
     "cohere2": {"layer_types": ["sliding_attention"] * 2},
     "minimax": DENSE | {"full_attn_alpha_factor": 1.5, "full_attn_beta_factor": 0.7}
@@ -89,6 +90,7 @@ THEIRS: dict[str, dict[str, Any]] = {  # what their configurations have besides 
 OURS: dict[str, dict[str, Any]] = {  # what our models have besides SIZES: caps that matter at these sizes
     "gemma4": {"norm_args": {"eps": 1e-3}},
     "nanochat": {"norm_args": {"eps": 1e-3}},
+    "bitnet": {"norm_args": {"eps": 1e-3}},
     "granite": {"embedding_scale": 3.0},
     "minimax": {"placement_args": {"alpha": 1.5, "beta": 0.7}},
     "inkling2": {"layers": 4, "placement_args": {"layers": 2}},
@@ -224,29 +226,20 @@ def to_ours(name: str, state: State) -> State:
     return state
 
 
-def both(name: str, **changes: Any) -> tuple[Tensor, Tensor, State]:
-    """Logits of ours with their weights, and theirs, and their weights.
-
-    A weight that they do not have is random: one that `changes` add, or a head.
-    """
-    theirs = their_model(name)
-    weights = dict(theirs.named_parameters())
-    options = {option: value for option, value in SMALL_CAPS.items() if option in RECIPES[name]}
-    model = Llama(configure({"recipe": name, **SIZES, **options, **OURS.get(name, {}), **changes})[0]).double().eval()
-    state, found = to_ours(name, weights), {}
-    for path, weight in model.named_parameters():
-        weight.data.normal_(generator=torch.Generator().manual_seed(3))
-        their_path = hugging_face_name(path, model.config).removeprefix("model.").replace("rotated_", "")
-        found[path] = state.get(their_path, weight)
-    output = theirs(TOKENS, use_cache=False)
-    logits = output.logits if "logits" in output else model.logits(output.last_hidden_state)
-    return functional_call(model, found, (TOKENS,)), logits, weights
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_the_released_code(name):
-    """Its outputs, and the gradients of all of their weights."""
-    ours, theirs, weights = both(name)
+    """Its outputs, and the gradients of all of their weights. That each option matters is in test_options.py."""
+    model_of_theirs = their_model(name)
+    weights = dict(model_of_theirs.named_parameters())
+    caps = {option: value for option, value in SMALL_CAPS.items() if option in RECIPES[name]}
+    model = Llama(configure({"recipe": name, **SIZES, **caps, **OURS.get(name, {})})[0]).double().eval()
+    state, given = to_ours(name, weights), {}
+    for path, weight in model.named_parameters():
+        weight.data.normal_(generator=torch.Generator().manual_seed(3))  # of a head that they do not have
+        their_path = hugging_face_name(path, model.config).removeprefix("model.").replace("rotated_", "")
+        given[path] = state.get(their_path, weight)
+    output, ours = model_of_theirs(TOKENS, use_cache=False), functional_call(model, given, (TOKENS,))
+    theirs = output.logits if "logits" in output else model.logits(output.last_hidden_state)
     assert theirs.dtype == torch.float64 and (ours - theirs).norm() <= 1e-12 * theirs.norm()
     weights = {path: weight for path, weight in weights.items() if weight.any()}  # not biases of attention, experts
     direction = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
@@ -261,20 +254,11 @@ def test_a_recipe_is_the_released_code(name):
             assert (found - expected).norm() <= 1e-12 * expected.norm(), path
 
 
-# The last recipe with this value of an option. Arguments of placements are in test_options.py.
-CASES = {
-    f"{option} {value}": (name, option)
-    for name, row in RECIPES.items()
-    for option, value in row.items()
-    if option != "placement_args" and value != DEFAULTS[option] and name not in WITHOUT_HEAD
-}
-
-
-@pytest.mark.parametrize("name, option", CASES.values())
-def test_every_option_matters(name, option):
-    """With one option as it is without the recipe, the outputs differ."""
-    changes = {option: DEFAULTS[option]} | ({"placement_args": {}} if option == "placement" else {})
-    if option in ("norm_args", "qk_norm_args"):
-        changes = {option: {argument: not value for argument, value in RECIPES[name][option].items()}}
-    ours, theirs, _ = both(name, **changes)
-    assert (ours - theirs).norm() >= 1e-3 * theirs.norm()
+def test_caps_and_blocks_are_as_large_as_in_released_models():
+    """The models above have smaller ones."""
+    fields = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
+    for name, row in RECIPES.items():
+        config = transformers.AutoConfig.for_model(THEIRS.get(name, {}).get("model_type", name))
+        for option, field in fields.items():
+            assert row.get(option) == getattr(config, field, None), name
+        assert row.get("placement_args", {}).get("layers") == getattr(config, "n_layers_per_attn_res_block", None), name

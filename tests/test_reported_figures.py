@@ -1,5 +1,6 @@
 """The figures that train.py reports, by hand: a step takes 2 seconds, an evaluation 50, and a checkpoint 7."""
 
+import io
 import json
 import os
 import shutil
@@ -11,8 +12,8 @@ import pytest
 import train
 from pages.progress import tqdm
 
-SIZES = "--dim 32 --layers 2 --heads 4 --kv-heads 2 --head-dim 16 --hidden-dim 40 --context 32 --batch-size 8"
-RUN = f"{SIZES} --tokenizer bytes --device cpu --dtype float32 --steps 13 --eval-every 10 --save-every 10"
+RUN = "--dim 32 --layers 2 --heads 4 --context 32 --batch-size 8 --micro-batch-size 4 --tokenizer bytes --device cpu "
+RUN += "--dtype float32 --steps 13 --eval-every 10 --save-every 10"
 TOKENS = 8 * 32  # per step
 
 
@@ -68,3 +69,9 @@ def test_seconds_and_tokens_of_a_run_that_is_resumed(tmp_path, text, monkeypatch
     # Saved after 20 s, before the evaluation. The speed is that of the one step after the signal.
     assert figures()[-1] == (13 * TOKENS, 20 + 6, speed)
     assert "done in 83 s" in capsys.readouterr().out
+
+    monkeypatch.setattr("sys.stderr", terminal := io.StringIO())
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    train.main([*flags, "--out", f"{tmp_path}/other"])
+    printed = capsys.readouterr().out
+    assert "13/13" in terminal.getvalue() and "step 13: val_loss" in printed and ", tokens/s" not in printed

@@ -104,6 +104,16 @@ def test_an_arm_has_the_arguments_that_its_name_says_and_the_options_of_a_run(re
         assert there == [model, replace(config, lr=0.07, seed=5)]
 
 
+def test_arms_share_a_column_and_a_validation_text_and_count_the_tokens_of_whole_batches(resolve, tmp_path):
+    data, val = tmp_path / "both.jsonl", tmp_path / "text.txt"
+    data.write_text(json.dumps({"a": "the cat sees a dog. " * 200, "b": "a bird hears the dog. " * 200}))
+    grid = resolve(f"--text-column b --val-data {val} --micro-batch-size 2 --data {data}")
+    assert [bytes(part[:6].tolist()) for part in (grid.data.train, grid.data.val)] == [b"a bird", b"the ca"]
+    asked = read_train(grid.command(Cell(ARM, 0.01, 0))[2:])
+    assert (asked["text_column"], asked["val_data"]) == ("b", [str(val)])
+    assert [costs["tokens"] for costs in grid.costs.values()] == [4 * 4 * 16]  # steps, rows and context
+
+
 def test_unsupported_arms_are_skipped_with_the_reason():
     wanted = [Arm.of(norm=norm, placement=place) for norm in ("rmsnorm", "none") for place in ("post", "mix")]
     found = resolve_arms(wanted, {"device": "cpu", "dtype": "float32"})

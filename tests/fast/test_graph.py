@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from fast.graph import CapturedStep
+from runtime.acceleration import captured_step
 from runtime.flags import read_train
 from runtime.run import open_run
 
@@ -96,7 +96,7 @@ def test_replayed_steps_are_those_of_the_plain_step(flags, text, tmp_path, monke
         plain = trainer.update_on
         trainer.update = lambda inputs, targets, lr: plain(inputs, targets, torch.tensor(lr))
         if captured:
-            trainer.update = CapturedStep(plain, trainer.optimizers, torch.device("cpu"))
+            trainer.update = captured_step(plain, trainer.optimizers, torch.device("cpu"), captured)
         for trainer.step in range(9):
             trainer.train_step()
         return trainer

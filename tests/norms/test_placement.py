@@ -1,9 +1,12 @@
-"""Placements in whole models, compared with hand-written float64 models, and their initialization."""
+"""Placements in whole models, compared with their formulas in float64, and their initialization.
+
+Sublayers and norms are those of the model: test_minimal.py, test_recipes.py and test_contract.py compare these.
+"""
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch import Tensor
 from config import ModelConfig
 from model import Llama
 from norms.placement import PLACEMENTS, PostNorm, PreNorm
+from norms.rmsnorm import RMSNorm
 from roles import matrices
 from tests.random_values import drawn, randomize
 
@@ -24,170 +28,132 @@ def model_of(placement: str, **changes) -> Llama:
     return Llama(dataclasses.replace(CONFIG, placement=placement, **changes)).eval()
 
 
-# --- hand-written models ---------------------------------------------------------------------------------------------
+# --- residual connections --------------------------------------------------------------------------------------------
 
 
-def reference_logits(
-    placement: str, w: Mapping[str, Tensor], tokens: Tensor, layers: int, qk_norm: str = "none"
-) -> Tensor:
-    """Logits from weights by name, by the table of placements. Norms with a bias are LayerNorm, others RMSNorm.
+def unit(h: Tensor) -> Tensor:
+    return h / (h * h).sum(-1, keepdim=True) ** 0.5
 
-    It reads each weight of the state dict, under its name: autograd refuses gradients of weights that are not used.
-    """
 
-    def norm(path: str) -> Callable[[Tensor], Tensor]:
-        gain = w[path + ".weight"]
-        if path + ".bias" not in w:
-            return lambda h: h * gain / ((h * h).mean(-1, keepdim=True) + 1e-6) ** 0.5
+def mixture(sources: list[Tensor], query: Tensor) -> Tensor:
+    stacked = torch.stack(sources)  # m B T C
+    keys = stacked / ((stacked * stacked).mean(-1, keepdim=True) + 1e-6) ** 0.5
+    return torch.einsum("mbt,mbtc->btc", ((keys @ query) / 4).softmax(0), stacked)
 
-        def standardized(h: Tensor) -> Tensor:
-            centered = h - h.mean(-1, keepdim=True)
-            return centered * gain / ((centered * centered).mean(-1, keepdim=True) + 1e-5) ** 0.5 + w[path + ".bias"]
 
-        return standardized
-
-    def unit(h: Tensor) -> Tensor:
-        return h / (h * h).sum(-1, keepdim=True) ** 0.5
-
-    def rotated(h: Tensor) -> Tensor:  # (T, 8): feature i is the real part and i + 4 the imaginary part
-        angle = torch.outer(torch.arange(len(h)).double(), 10000.0 ** (-torch.arange(4).double() / 4))
-        cos, sin = angle.cos().float().double(), angle.sin().float().double()  # the model keeps its table in fp32
-        z = torch.complex(h[:, :4], h[:, 4:]) * torch.complex(cos, sin)
-        return torch.cat((z.real, z.imag), -1)
-
-    def attention(path: str) -> Callable[[Tensor], Tensor]:
-        def f(h: Tensor) -> Tensor:
-            q, k, v = (h @ w[f"{path}{part}_proj.weight"].T for part in "qkv")
-            hybrid = placement in ("hybrid", "hybrid-star")
-            per_head = qk_norm == "head" or (hybrid and qk_norm == "none")
-            if qk_norm == "full":
-                q, k = norm(path + "q_norm.norm")(q), norm(path + "k_norm.norm")(k)
-            elif per_head:
-                q = torch.cat([norm(path + "q_norm")(part) for part in q.split(8, -1)], -1)
-                k = norm(path + "k_norm")(k)
-            if hybrid:
-                v = norm(path + "v_norm")(v)
-            future = torch.ones(h.shape[1], h.shape[1]).triu(1).bool()
-            rows = []
-            for b, head in itertools.product(range(len(h)), range(2)):
-                query, key = rotated(q[b, :, 8 * head : 8 * head + 8]), rotated(k[b])
-                if placement == "ngpt":
-                    scale = 4 * w[path + "rotated_q_norm.scale"][8 * head : 8 * head + 8]
-                    scores = (unit(query) * scale) @ (unit(key) * scale).T * 8**0.5
-                else:
-                    scores = query @ key.T / 8**0.5
-                rows.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[b])
-            y = torch.stack([torch.cat(rows[2 * b : 2 * b + 2], -1) for b in range(len(h))])
-            return y @ w[path + "o_proj.weight"].T
-
-        return f
-
-    def mlp(path: str) -> Callable[[Tensor], Tensor]:
-        def f(h: Tensor) -> Tensor:
-            gate, up = h @ w[path + "gate_proj.weight"].T, h @ w[path + "up_proj.weight"].T
-            if placement == "ngpt":
-                gate, up = gate * w[path + "gate_proj.scale"] * 4, up * w[path + "up_proj.scale"]
-            return (gate / (1 + (-gate).exp()) * up) @ w[path + "down_proj.weight"].T
-
-        return f
-
-    def mixture(sources: list[Tensor], query: Tensor) -> Tensor:
-        stacked = torch.stack(sources)  # m B T C
-        keys = stacked / ((stacked * stacked).mean(-1, keepdim=True) + 1e-6) ** 0.5
-        return torch.einsum("mbt,mbtc->btc", ((keys @ query) / 4).softmax(0), stacked)
-
-    sublayers = []  # (block index from 1, sublayer, path of its residual connection)
-    for layer in range(layers):
-        at = f"layers.{layer}."
-        sublayers.append((layer + 1, attention(at + "self_attn."), at + "attention_residual."))
-        sublayers.append((layer + 1, mlp(at + "mlp."), at + "mlp_residual."))
-    x = w["embed_tokens.weight"][tokens]
+def reference_logits(placement: str, model: Any) -> Tensor:
+    """Logits by the table of placements, with the norms and sublayers of the model, each by its name."""
+    sublayers: list[tuple[int, Any, Callable]] = []  # block index from 1, residual connection, sublayer
+    for block, layer in enumerate(model.layers, 1):
+        attention = partial(layer.self_attn, rope=model.rope(slice(6)))
+        sublayers += [(block, layer.attention_residual, attention), (block, layer.mlp_residual, layer.mlp)]
+    x, layers, final = model.embed_tokens(TOKENS), CONFIG.layers, model.final_norm
     if placement == "ngpt":
         x = unit(x)
     y, sources = x, [x]
-    for number, (block, f, at) in enumerate(sublayers):
-        first = at + "norm"
+    for number, (block, at, f) in enumerate(sublayers):
         match placement:
             case "deepnorm":
-                x = norm(first)((2 * layers) ** 0.25 * x + f(x))
+                x = at.norm((2 * layers) ** 0.25 * x + f(x))
             case "sandwich":
-                x = x + norm(at + "norm_out")(f(norm(first)(x)))
+                x = x + at.norm_out(f(at.norm(x)))
             case "reordered":
-                x = x + norm(first)(f(x))
+                x = x + at.norm(f(x))
             case "lns":
-                x = x + f(norm(first)(x) / math.sqrt(block))
+                x = x + f(at.norm(x) / math.sqrt(block))
             case "mix":  # the first 2 of 8 blocks are post-norm
-                x = norm(first)(x + f(x)) if block <= 2 else x + f(norm(first)(x))
+                x = at.norm(x + f(x)) if block <= 2 else x + f(at.norm(x))
             case "residual":
                 z = f(x)
-                x, y = norm(first)(x + z), y + z
+                x, y = at.norm(x + z), y + z
             case "hybrid-star" if block == 1:
-                x = x + f(norm(first)(x))
+                x = x + f(at.norm(x))
             case "hybrid" | "hybrid-star":
-                h = x if number % 2 == 0 else norm(first)(x)
+                h = x if number % 2 == 0 else at.norm(x)
                 x = h + f(h)
             case "siamese":
-                h = norm(at + "norm_x")(x)
-                z = f(norm(first)(h + norm(at + "norm_y")(y)))
+                h = at.norm_x(x)
+                z = f(at.norm(h + at.norm_y(y)))
                 x, y = h + z / math.sqrt(2 * block), y + z
             case "rezero":
-                x = x + w[at + "a"] * f(x)
+                x = x + at.a * f(x)
             case "keel" if number == 0:
-                x = x + f(norm(first)(x))
+                x = x + f(at.norm(x))
             case "keel":
-                alpha = 1 if number == 1 else 2 * layers
-                x = norm(at + "norm_out")(alpha * x + f(norm(first)(x)))
+                x = at.norm_out((1 if number == 1 else 2 * layers) * x + f(at.norm(x)))
             case "attnres":
-                read = sources[0] if number == 0 else mixture(sources, w[at + "query"])
-                sources.append(f(norm(first)(read)))
+                sources.append(f(at.norm(sources[0] if number == 0 else mixture(sources, at.query))))
             case "ngpt":
-                x = unit(x + (0.05 * 4 * w[at + "alpha"]).abs() * (unit(f(x)) - x))
+                x = unit(x + (0.05 * 4 * at.alpha).abs() * (unit(f(x)) - x))
     match placement:
-        case "deepnorm" | "keel":
+        case "deepnorm" | "keel" | "ngpt":
             pass
-        case "ngpt":
-            return x @ w["lm_head.weight"].T * w["lm_head.scale"] * 4
         case "residual":
-            x = x + norm("final_norm.norm")(y)
+            x = x + final.norm(y)
         case "attnres":
-            x = norm("final_norm.norm")(mixture(sources, w["final_norm.query"]))
+            x = final.norm(mixture(sources, final.query))
         case "siamese":
-            x = norm("final_norm.norm")(norm("final_norm.norm_x")(x) + norm("final_norm.norm_y")(y))
+            x = final.norm(final.norm_x(x) + final.norm_y(y))
         case _:
-            x = norm("final_norm")(x)
-    return x @ w["lm_head.weight"].T
+            x = final(x)
+    return model.lm_head(x)
 
 
 ELSEWHERE = ["pre", "post"]  # test_minimal.py compares these with examples/minimal.py
 ELSEWHERE += ["parallel", "minimax", "mhc", "attnres-block"]  # and test_recipes.py these with released code
-CELLS = [(name, "rmsnorm", "none") for name in PLACEMENTS if name not in ELSEWHERE] + [
-    ("sandwich", "layernorm", "none"), ("siamese", "layernorm", "none"), ("hybrid", "layernorm", "none"),
-    ("hybrid", "rmsnorm", "head"), ("hybrid", "rmsnorm", "full"), ("reordered", "rmsnorm", "full"),
-    ("residual", "rmsnorm", "head"), ("ngpt", "rmsnorm", "head"),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize("placement, kind, qk_norm", CELLS)
-def test_values_and_gradients(placement, kind, qk_norm):
+@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name not in ELSEWHERE])
+def test_values_and_gradients(placement):
     """And the keys of the state dict, which has no buffers."""
-    model = randomize(model_of(placement, norm=kind, qk_norm=qk_norm, tie_embeddings=False), gains=0.4)
+    model = randomize(model_of(placement, tie_embeddings=False), gains=0.4)
     for name, weight in model.named_parameters():
         if name.endswith("residual.a"):  # small: nothing else limits the growth of ReZero's stream
             weight.data.mul_(0.3)
     model = model.double()
     leaves = dict(model.named_parameters())
     assert model.state_dict().keys() == leaves.keys()
-    got, expected = model(TOKENS), reference_logits(placement, leaves, TOKENS, CONFIG.layers, qk_norm)
+    got, expected = model(TOKENS), reference_logits(placement, model)
     # both are float64: 1e-16 per operation, amplified by 16 sublayers
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
     grad_y = torch.randn(got.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    weights = list(leaves.values())
     gradients, expected_gradients = (
-        torch.autograd.grad((logits * grad_y).sum(), weights) for logits in (got, expected)
+        torch.autograd.grad((logits * grad_y).sum(), list(leaves.values())) for logits in (got, expected)
     )
     for name, gradient, expected_gradient in zip(leaves, gradients, expected_gradients, strict=True):
         assert gradient.ndim >= 1 and gradient.abs().max() > 0, name  # FSDP2 refuses parameters without dimensions
         assert (gradient - expected_gradient).abs().max() <= 1e-9 * expected_gradient.abs().max(), name
+
+
+NORMED = {  # on queries, keys and values, and on rotated queries and keys
+    ("reordered", "none"): ["Identity"] * 5,
+    ("residual", "head"): ["RMSNorm", "RMSNorm", "Identity", "Identity", "Identity"],
+    ("hybrid", "none"): ["RMSNorm", "RMSNorm", "RMSNorm", "Identity", "Identity"],
+    ("hybrid-star", "head"): ["RMSNorm", "RMSNorm", "RMSNorm", "Identity", "Identity"],
+    ("hybrid", "full"): ["FullWidth", "FullWidth", "RMSNorm", "Identity", "Identity"],
+    ("ngpt", "head"): ["RMSNorm", "RMSNorm", "Identity", "UnitQuery", "UnitKey"],
+}
+
+
+@pytest.mark.parametrize("asked", NORMED, ids="-".join)
+def test_norms_of_queries_keys_and_values(asked):
+    attention = model_of(asked[0], qk_norm=asked[1]).get_submodule("layers.0.self_attn")
+    assert [type(norm).__name__ for name, norm in attention.named_children() if "norm" in name[1:]][1:] == NORMED[asked]
+
+
+def test_scales_of_ngpt():
+    """The paper has √D · (s q̂)ᵀ(s k̂), and attention divides by √D. The factors are those of a width of 16."""
+    start = {name: set(each.tolist()) for name, each in model_of("ngpt").named_parameters() if each.ndim == 1}
+    assert start == {name: {1.0 if "mlp." in name else 0.25} for name in start}, "α is 0.05, and s of q and head is 1"
+    model: Any = randomize(model_of("ngpt", tie_embeddings=False)).double()
+    attention, mlp = model.layers[0].self_attn, model.layers[0].mlp
+    q, x = torch.randn(2, 6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    q = q.view(1, 6, 2, 8)
+    torch.testing.assert_close(attention.rotated_k_norm(q), unit(q))
+    scale = 4 * attention.rotated_q_norm.scale.view(2, 8)
+    torch.testing.assert_close(attention.rotated_q_norm(q), 8 * scale * scale * unit(q))
+    for matrix, factor in ((mlp.gate_proj, 4), (mlp.up_proj, 1), (model.lm_head, 4)):
+        torch.testing.assert_close(matrix(x), factor * matrix.scale * (x @ matrix.weight.T))
 
 
 # --- sites and starts ------------------------------------------------------------------------------------------------
@@ -201,17 +167,19 @@ def test_rezero_starts_as_the_identity_with_one_scalar_per_sublayer():
     assert len(scalars) == 16 and all(torch.equal(a.detach(), torch.zeros(1)) for a in scalars.values())
 
 
-def test_ngpt_starts_with_the_scales_of_the_paper():
-    """α = 0.05 and s = 1, so the logits are cosines."""
-    model: Any = model_of("ngpt", tie_embeddings=False).double()
-    with torch.no_grad():
-        hidden, logits = model.hidden(TOKENS), model(TOKENS)
-        torch.testing.assert_close(hidden.norm(dim=-1), torch.ones(1, 6).double())
-        cosines = torch.cosine_similarity(hidden[:, :, None], model.lm_head.weight, dim=-1)
-        torch.testing.assert_close(logits, cosines, rtol=1e-6, atol=1e-7)
-        x, residual = torch.eye(16).double(), model.layers[0].mlp_residual
-        expected = (0.95 * x + 0.05 * x.roll(1, -1)) / math.hypot(0.95, 0.05)
-        torch.testing.assert_close(residual(x, lambda x: 7 * x.roll(1, -1)), expected, rtol=1e-6, atol=0)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_output_norms_are_those_whose_result_is_in_the_stream(placement):
+    """So their gains have gradients that do not come through the sublayer, which returns a constant here."""
+    model: Any = model_of(placement)
+    stream, constant = model.init_stream(model.embed_tokens(TOKENS)), torch.ones(1, 6, CONFIG.dim, requires_grad=True)
+    for block in model.layers:
+        for residual in (block.attention_residual, block.mlp_residual):
+            stream = residual(stream, lambda h, *args: constant)
+            total = constant.sum() + torch.stack([*PLACEMENTS[placement].streams(stream)]).square().sum()
+            norms: Any = {name: norm.weight for name, norm in residual.named_children() if isinstance(norm, RMSNorm)}
+            gradients = torch.autograd.grad(total, [constant, *norms.values()], retain_graph=True, allow_unused=True)
+            found = [name for name, gradient in zip(norms, gradients[1:], strict=True) if gradient is not None]
+            assert found == list(getattr(residual, "output_norms", ()))
 
 
 @pytest.mark.parametrize("layers, post", [(1, 1), (2, 1), (4, 1), (7, 1), (8, 2), (12, 3)])

@@ -1,0 +1,57 @@
+"""The project without fast/, and without experiments/ and its two commands."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import generate
+from data.tokenizer import ByteTokenizer
+from fast.native import load
+from files import ROOT
+from runtime.run_dir import read_rows
+
+transformers = pytest.importorskip("transformers")
+
+ATTACHMENTS = [("fast",), ("experiments", "ablate.py", "bench.py")]
+NOT_NEEDED = ("tests", "results", "docs", "runs", ".*", "__pycache__", "env*", "venv*")
+HERE = "--device cpu --dtype float32"
+SIZES = "--tokenizer bytes --dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --eval-tokens 512"
+PROGRAM = """
+import sys, generate, train
+for command, *flags in map(str.split, sys.argv[1:]):
+    {"train": train, "generate": generate}[command].main(flags)
+"""
+
+
+@pytest.mark.parametrize("removed", ATTACHMENTS, ids=" ".join)
+def test_what_is_left_trains_resumes_watches_and_samples(removed, tmp_path, text, capsys):
+    """Its samples are those of the whole project, also of a model of transformers."""
+    shutil.copytree(ROOT, project := tmp_path / "project", ignore=shutil.ignore_patterns(*removed, *NOT_NEEDED))
+    assert {"fast", "experiments", "ablate.py", "bench.py"} - {path.name for path in project.iterdir()} == {*removed}
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=257)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, initializer_range=0.5))
+    theirs.save_pretrained(tmp_path / "theirs")
+    ByteTokenizer().save(tmp_path / "theirs")
+    new = f"train {HERE} {SIZES} --data {text} --cache-dir {tmp_path} --out {tmp_path}/run --steps 10 --watch 5"
+    models = [
+        f"{HERE} --checkpoint {tmp_path}/{name} --prompt def --temperature 0 --tokens 20" for name in ("run", "theirs")
+    ]
+    commands = [new, f"train --resume --out {tmp_path}/run --steps 15", *(f"generate {flags}" for flags in models)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "-c", PROGRAM, *commands]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=project, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert {row["step"] for row in read_rows(tmp_path / "run/watch.jsonl")} == {1, 5, 10, 15}
+    capsys.readouterr()
+    for flags in models:
+        generate.main(flags.split())
+    here, reason = capsys.readouterr(), load(torch.float32)[1]
+    assert done.stdout.endswith(here.out) and here.err.count("20 tokens in") == done.stderr.count("20 tokens in") == 2
+    reasons = {done.stderr: "the package is missing" if removed == ("fast",) else reason, here.err: reason}
+    for printed, why in reasons.items():
+        assert printed.count(f"without fast/: {why}\n" if why else "tokens computed by fast/\n") == 2
