@@ -159,7 +159,8 @@ def cast_matrices(model: Llama, dtype: torch.dtype) -> None:
         role = getattr(module, "role", None)
         for name, weight in module.named_parameters(recurse=False):
             matrix = name == "weight" and role and role.low_precision
-            setattr(module, name, nn.Parameter(weight.to(dtype if matrix else torch.float32), requires_grad=False))
+            cast = weight.to(dtype if matrix else torch.float32)
+            setattr(module, name, nn.Parameter(cast, requires_grad=False))
 
 
 def generate(
@@ -183,7 +184,8 @@ def generate(
     except (TypeError, ValueError) as error:
         wanted = "ids must be integers of shape (T) or (B, T)"
         raise ValueError(f"{wanted}; prompts of different lengths need a call each") from error
-    if prompts.ndim not in (1, 2) or not prompts.numel() or prompts.is_floating_point() or prompts.dtype == torch.bool:
+    integers = not (prompts.is_floating_point() or prompts.dtype == torch.bool)
+    if not integers or prompts.ndim not in (1, 2) or not prompts.numel():
         raise ValueError(f"ids must be integers of shape (T) or (B, T), not {prompts.dtype} of {tuple(prompts.shape)}")
     prompts, last = prompts.long(), model.config.vocab_size - 1
     outside = prompts[(prompts < 0) | (prompts > last)].tolist()
@@ -194,7 +196,8 @@ def generate(
         new = list(stream_ids(model, prompts.reshape(-1, prompts.shape[-1]), sampling, ends, decoder))
     finally:
         model.train(training)
-    return torch.cat((prompts, prompts.new_tensor(new).T.reshape(*prompts.shape[:-1], -1)), -1)
+    continuation = prompts.new_tensor(new).T  # B new
+    return torch.cat((prompts, continuation.reshape(*prompts.shape[:-1], -1)), -1)
 
 
 @torch.inference_mode()
@@ -251,7 +254,8 @@ def sample_ids(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
     # Inverse transform sampling: one uniform number per row; torch.multinomial draws V of them.
     sums = logits.exp().cumsum(-1)  # unnormalized
     # 1 - points is in (0, 1], so a token of probability 0 is never sampled.
-    ids = torch.searchsorted(sums, ((1 - points) * sums[:, -1]).unsqueeze(1)).squeeze(1)
+    wanted = (1 - points) * sums[:, -1]  # B
+    ids = torch.searchsorted(sums, wanted.unsqueeze(1)).squeeze(1)
     return ids.masked_fill(invalid.to(ids.device), INVALID)
 
 

@@ -103,7 +103,8 @@ class Llama(nn.Module):
             return self.terms(x, targets, "mean")
         parts = zip(x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS), strict=True)
         sums = [checkpoint(self.terms, *part, "sum", use_reentrant=False) for part in parts]
-        return {name: torch.stack([each[name] for each in sums]).sum() / len(targets) for name in sums[0]}
+        totals = {name: torch.stack([each[name] for each in sums]).sum() for name in sums[0]}
+        return {name: total / len(targets) for name, total in totals.items()}
 
     def terms(self, x: Tensor, targets: Tensor, reduction: str) -> dict[str, Tensor]:
         """The terms of tokens with final hidden states (N, C): their "mean" or their "sum"."""
@@ -202,7 +203,8 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
         y = y.reshape(shape).transpose(1, 2)  # B T H D
         if self.gate_proj is not None:  # B T H 1 or B T H D. Gated Attention, arXiv 2505.06708
-            y = y * self.gate_activation(self.gate_proj(x)).unflatten(-1, (y.shape[2], -1))
+            gate = self.gate_activation(self.gate_proj(x))
+            y = y * gate.unflatten(-1, (y.shape[2], -1))
         return self.dropout(self.o_proj(self.inner_norm(y.flatten(2))))  # B T C
 
 
@@ -273,7 +275,8 @@ def rotate(x: Tensor, rope: RopeTable) -> Tensor:
     cos, sin = (table.unsqueeze(1) for table in rope)  # T 1 R/2
     half, wide = cos.shape[-1], x.to(torch.promote_types(x.dtype, cos.dtype))
     a, b, rest = wide.tensor_split((half, 2 * half), dim=-1)  # B T H R/2 twice, B T H D-R
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
+    rotated = a * cos - b * sin, b * cos + a * sin
+    return torch.cat((*rotated, rest), dim=-1).to(x.dtype)
 
 
 class Rope(nn.Module):
@@ -364,7 +367,8 @@ class LayerCache:
         """
         past, new = self.length, k.shape[2]
         if past == 0:
-            self.keys, self.values = (x.new_empty(*x.shape[:2], self.size, x.shape[3]) for x in (k, v))
+            self.keys = k.new_empty(*k.shape[:2], self.size, k.shape[3])
+            self.values = v.new_empty(*v.shape[:2], self.size, v.shape[3])
         self.length += new
         for cached, x in ((self.keys, k), (self.values, v)):
             cached.narrow(2, past, new).copy_(x)  # an error past `size`

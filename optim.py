@@ -57,17 +57,18 @@ def decayed_gains(model: Llama, which: str) -> list[Tensor]:
     "output" are those norms whose result is, or is added to, the residual stream. "input" are the others around a
     sublayer, and that before the head. Only "all" has those on queries, keys, values, the embedding, and in sublayers.
     """
-    parts: dict[str, list[Any]] = {"none": [], "input": [model.final_norm], "output": [], "all": [model]}
+    parts: dict[str, list[Any]] = {"none": [], "output": [], "all": [model]}
+    parts["input"] = [model.final_norm]
     blocks: Any = model.layers
     for block in blocks:
         for residual in (block.attention_residual, block.mlp_residual):
             for name, norm in residual.named_children():
                 after = name in getattr(residual, "output_norms", ())
                 parts["output" if after else "input"].append(norm)
-    norms: list[Any] = [
-        norm for part in parts[which] for norm in part.modules() if isinstance(norm, tuple(KINDS.values()))
-    ]
-    return [norm.weight for norm in norms if getattr(norm, "weight", None) is not None]
+    modules = [module for part in parts[which] for module in part.modules()]
+    norms = [module for module in modules if isinstance(module, tuple(KINDS.values()))]
+    weights = [getattr(norm, "weight", None) for norm in norms]
+    return [weight for weight in weights if weight is not None]
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -179,7 +179,8 @@ class Trainer:
     def update_on(self, inputs: Tensor, targets: Tensor, lr: float | Tensor) -> dict[str, Tensor]:
         """One optimizer step on a batch. Returns the terms of the objective, and the norm of the gradient."""
         run, config, watch = self.run, self.run.config, self.make_watch()
-        batches = [*zip(*(ids.split(config.micro_batch_size) for ids in (inputs, targets)), strict=True)]
+        size = config.micro_batch_size
+        batches = [*zip(inputs.split(size), targets.split(size), strict=True)]
         pairs = self.parallel.micro_batches(batches)
         terms = accumulate_gradients(self.objective, pairs, len(batches), run.dtype, self.scaler)
         if watch:
@@ -419,7 +420,8 @@ def train(**options: Any) -> Trained:
     with distributed.process_group():
         run = open_run(asked, ["train.py", *import_flags(), *to_flags(asked)])
         trainer = execute(run)
-    return Trained(run.folder, trainer.model.eval(), run.data.tokenizer, read_rows(run.folder / "metrics.jsonl"))
+    rows = read_rows(run.folder / "metrics.jsonl")
+    return Trained(run.folder, trainer.model.eval(), run.data.tokenizer, rows)
 
 
 def execute(run: Run) -> "Trainer":
