@@ -128,7 +128,7 @@ BAD: dict[str, list[tuple]] = {
     "train.npy: ids are a row of integers, not float32 of shape (3000,)": [("train.npy", IDS.astype("f4"))],
     "train.npy: ids are a row of integers, not uint16 of shape (30, 100)": [("train.npy", U2.reshape(30, 100))],
     "train.npy: not a .npy file of ids: ": [("train.npy", np.array([None, "text"]))],
-    "ids: the training text has at most 16 tokens, and 17 are needed; add": [("train.bin", U2[:16])],
+    "ids: the train split has at most 16 tokens, and 17 are needed; add": [("train.bin", U2[:16])],
 }
 
 
@@ -156,7 +156,7 @@ def test_token_files_are_not_mixed_with_text_and_need_to_know_their_ids(tmp_path
         (["ids/train.bin"], [], "bytes", r"train\.bin: token files are named by their folder"),
         (["ids"], [], "sentencepiece", "^token files need --tokenizer DIR or bytes, or"),
         (["text"], [], "none", "^text needs a tokenizer"),
-        ([], ["few"], "none", "^few: the validation text has at most 1 tokens, and 2 are needed"),
+        ([], ["few"], "none", "^few: the val split has at most 1 tokens, and 2 are needed"),
     ):
         with pytest.raises(ValueError, match=message):
             prepare(names, kind, 257, tmp_path, 16, val_names=val_names)

@@ -129,14 +129,6 @@ def test_named_validation_text_is_all_of_it_and_its_copies_are_not_trained_on(tm
         Corpus([data], tmp_path, ["nowhere"])
 
 
-@pytest.mark.parametrize(("count", "size"), [(300, 900), (10, 100), (9, 100), (300, 60_000)])
-def test_text_that_marks_the_ends_of_its_documents_is_said(tmp_path, count, size, capsys):
-    (tmp_path / "a.txt").write_text(("x" * size + "\n<|endoftext|>\n") * count)
-    Corpus([str(tmp_path / "a.txt")], tmp_path)
-    line = f"a.txt has <|endoftext|> {count} times, which is text here and ends no document\n"
-    assert (line in capsys.readouterr().err) == (count > 9 and size < 50_000)
-
-
 @pytest.mark.parametrize("content", ["", '{"text": ""}\n', '{"text": null}\n'])
 def test_a_source_without_text_is_refused(tmp_path, content):
     full, empty = jsonl(tmp_path / "full.jsonl", ["text"]), jsonl(tmp_path / "empty.jsonl", [])

@@ -157,7 +157,7 @@ def test_text_that_has_not_changed_is_not_read_again(source, monkeypatch, capfd)
     first = prepare_from(folder)
     left_out, preparation, training = capfd.readouterr().err.splitlines()
     assert preparation == f"preparing {folders(folder)[0]} from 27 kB of text" and training.startswith("training a tok")
-    assert left_out.endswith("folder: 1 files; left out: 1 binary or UTF-16 (image.png)")
+    assert left_out.endswith("folder: 1 files; left out as binary or UTF-16: 1 (image.png)")
     files.warned.clear()
     read = Mock(side_effect=read_documents), Mock(side_effect=sha256)
     monkeypatch.setattr(splitting, "read_documents", read[0])
@@ -205,7 +205,7 @@ def test_gzip_compresses_evenly_spaced_parts_of_a_long_validation_text(tmp_path,
 def test_a_split_shorter_than_one_window_is_refused(source):
     length = len(prepare_from(source).val)
     assert prepare_from(source, context=length - 1)
-    few = f"code: the validation text has at most {length} tokens, and {length + 1} are needed"
+    few = f"code: the val split has at most {length} tokens, and {length + 1} are needed"
     with pytest.raises(ValueError, match=f"^{few}; add text or lower --context$"):
         prepare_from(source, context=length)
     assert len(prepare([], "bytes", 0, source.parent, 16, val_names=[str(source)]).val) > 10 * length

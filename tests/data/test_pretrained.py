@@ -269,7 +269,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "only ByteLevel and ByteFallback are supported": {"decoder": {"type": "WordPiece", "prefix": "#", "cleanup": True}},
     "no end-of-document token: .* '9'": {"end": "9"},
     "'<' is both a special token and an ordinary piece": {"end": "<"},
-    "'Ġ' is both a special": {"end": "Ġ", "model": {"vocab": MERGED["vocab"] | {"Ġ": 5}}},  # type: ignore
     "damaged, or not a tokenizer": {"added_tokens": None},
     r"may make a text 1e\+07 times as long": {"normalizer": {"type": "Prepend", "prepend": '"' + "b" * 10**7}},
     r"may make a text 1\.1e\+12 times": {"normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 40}},

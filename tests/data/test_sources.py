@@ -89,7 +89,10 @@ def test_other_json_is_text(tmp_path, content, capsys):
     assert text_of(path) == [content]
     for name, count in ((path, 1), (tmp_path, 2)):
         assert len(texts_behind(str(name), tmp_path)) == count
-        assert f"--data {name}: 1 .json read as one text, such as {path}: the first two" in capsys.readouterr().err
+        assert (
+            f"--data {name}: 1 .json read as one text, such as {path}; convert it to JSON lines, one object a line"
+            in capsys.readouterr().err
+        )
 
 
 def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_out(tmp_path, capsys):
@@ -104,9 +107,11 @@ def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_ou
     os.mkfifo(tmp_path / "z/pipe")
     found = [str(path.relative_to(tmp_path)) for path in texts_behind(str(tmp_path), tmp_path)]
     assert found == ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty", "a/b.py", "a/z", "x/1", "y/1", "z/1"]
-    left_out = "2 hidden (.git, .hidden), 2 binary or UTF-16 (image.png, a/old.txt), 1 broken link (link), "
-    left_out += "5 CSV or TSV (x/0.csv, x/1.csv, x/2.csv, ...), 1 no regular file (z/pipe)"
-    assert capsys.readouterr().err == f"--data {tmp_path}: 10 files; left out: {left_out}\n"
+    left_out = (
+        "hidden: 2 (.git, .hidden); left out as binary or UTF-16: 2 (image.png, a/old.txt); left out as no regular "
+    )
+    left_out += "file: 2 (link, z/pipe); left out as CSV or TSV: 5 (x/0.csv, x/1.csv, x/2.csv, ...)"
+    assert capsys.readouterr().err == f"--data {tmp_path}: 10 files; left out as {left_out}\n"
 
 
 def test_links_are_followed_and_each_real_folder_is_taken_once(tmp_path, capsys):
@@ -160,7 +165,7 @@ def test_python_is_the_standard_library_without_its_tests(tmp_path):
 
 PACKED = gzip.compress("".join(hashlib.sha256(bytes([number])).hexdigest() for number in range(200)).encode())
 LINE = b'{"text": "fine"}\n\n'
-NOT_AN_OBJECT, NO_STRING = "line 3 is not a JSON object in UTF-8", 'line 3 has no string under "text"'
+NOT_AN_OBJECT, NO_STRING = "line 3 is not a JSON object in UTF-8", 'line 3 has no valid string under "text"'
 NOT_GZIP, NO_COLUMN, NO_PARQUET = "not a valid gzip file$", 'no column "text" of strings', "not a valid Parquet file"
 CHAT = LINE + b'{"id": 1, "messages": [{"role": "user", "content": "hi"}]}\n'
 NO_OBJECTS = [b"{", b"[]", b"3", b"[" * 100_000, b'{"text": "\xe9"}']
@@ -184,7 +189,7 @@ WHOLE = parquet(text=["some text"] * 100)
     [
         *((f"{line[:12]!r}.jsonl", LINE + line + b"\n", NOT_AN_OBJECT) for line in NO_OBJECTS),
         *((f"{line[:12]!r}.jsonl", LINE + line + b"\n", NO_STRING) for line in NO_STRINGS),
-        ("half.jsonl", LINE + b'{"text": "\\ud800"}\n', 'line 3 has half of a surrogate pair under "text"'),
+        ("half.jsonl", LINE + b'{"text": "\\ud800"}\n', NO_STRING + ", but {'text': 'str'}; name one"),
         ("short.txt.gz", PACKED[:-20], NOT_GZIP),
         ("text.txt.gz", b"plain", NOT_GZIP),
         ("columns.parquet", parquet(content=["a"], n=[1]), NO_COLUMN + ", but {'content': 'string', 'n': 'int64'}"),
@@ -221,6 +226,7 @@ def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch):
 
 def test_shakespeare_is_downloaded_once_and_a_failure_says_what_to_do(tmp_path, monkeypatch, capfd):
     page, cache = write(tmp_path / "page", b"To be, or not to be.\n" * 20_000), tmp_path / "cache"
+    cache.mkdir()
     monkeypatch.setattr(sources, "SHAKESPEARE_URL", page.as_uri())
     monkeypatch.setattr(sources, "SHAKESPEARE_SHA256", hashlib.sha256(page.read_bytes()).hexdigest())
     for _ in range(2):
