@@ -5,7 +5,6 @@ memory-mapped, and nothing of them is read at the start but headers and both end
 """
 
 import hashlib
-import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -53,7 +52,6 @@ def identify(paths: Iterable[Path]) -> str:
 
 def map_tokens(path: Path, dtype: np.dtype | None = None) -> np.ndarray:
     """The ids in a file, memory-mapped. A .bin without `dtype` is one of others, whose header says the dtype."""
-    offset = 0
     if path.suffix == ".npy":
         try:
             tokens: np.ndarray = np.lib.format.open_memmap(path, mode="r")
@@ -61,15 +59,13 @@ def map_tokens(path: Path, dtype: np.dtype | None = None) -> np.ndarray:
             raise ValueError(f"{path}: not a .npy file of ids: {error}") from None
         row = tokens.ndim == 1 and tokens.dtype.kind in "iu"
         require(row, f"{path}: ids are a row of integers, not {tokens.dtype} of shape {tokens.shape}")
-    else:
-        if dtype is None:
-            dtype, offset = _read_header(path)
-        if path.stat().st_size == offset:
-            return np.empty(0, dtype)  # which cannot be mapped
-        tokens = np.memmap(path, dtype, "r", offset)
-    if hasattr(mmap, "MADV_RANDOM") and isinstance(tokens.base, mmap.mmap):
-        tokens.base.madvise(mmap.MADV_RANDOM)  # windows are at random places: nothing is read ahead
-    return tokens
+        return tokens
+    offset = 0
+    if dtype is None:
+        dtype, offset = _read_header(path)
+    if path.stat().st_size == offset:
+        return np.empty(0, dtype)  # which cannot be mapped
+    return np.memmap(path, dtype, "r", offset)
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int]:
@@ -150,7 +146,8 @@ def _windows(tokens: np.ndarray, starts: np.ndarray, length: int, vocab_size: in
     if len(wrong):
         file = getattr(tokens, "filename", "token file")
         raise BadInput(f"{file} has the id {wrong[0]}, but --vocab-size is {vocab_size}")
-    return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(ids[:, 1:].copy())
+    inputs, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
+    return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
 @lru_cache(maxsize=2)  # a batch may be in two epochs

@@ -6,7 +6,6 @@ an index in the cache keeps for as long as no file has another size or modificat
 
 import hashlib
 import json
-import os
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
@@ -55,11 +54,12 @@ class Corpus:
         paths = find_token_files([*names, *val_names])
         self.tokens = [map_tokens(path) for path in paths]
         if paths:
-            self.hash, self.sizes = identify(paths), dict(zip(SPLITS, map(len, self.tokens), strict=True))
+            self.hash = identify(paths)
+            self.sizes = dict(zip(SPLITS, map(len, self.tokens), strict=True))
             return
+        cache_dir.mkdir(parents=True, exist_ok=True)
         self._files, self._key = self._find()
         index = cache_dir / f"{self.name}-{self._key[:12]}.index"
-        cache_dir.mkdir(parents=True, exist_ok=True)
         # Ranks and runs start together.
         with nullcontext() if index.is_file() else lock_file(index.with_suffix(".lock"), wait=True):
             try:
@@ -93,11 +93,10 @@ class Corpus:
         """Flag, name and files of each source, and a hash of the rules, all paths, sizes and modification times."""
         named = [("--data", name) for name in self.names] + [("--val-data", name) for name in self.val_names]
         found = [(flag, name, find_files(name, self.cache_dir, flag)) for flag, name in named]
-        rules = RULES, self.column, [(flag, name, len(files)) for flag, name, files in found]
-        digest = hashlib.sha256(repr(rules).encode())
-        for file in map(os.fsencode, chain.from_iterable(files for _, _, files in found)):
-            stat = os.stat(file) if os.path.exists(file) else os.lstat(file)  # a broken link
-            digest.update(b"%b %d %d\n" % (file, stat.st_size, stat.st_mtime_ns))
+        digest = hashlib.sha256(repr((RULES, self.column, found)).encode())
+        for file in chain.from_iterable(files for _, _, files in found):
+            stat = file.stat() if file.exists() else file.lstat()  # a broken link
+            digest.update(b"%d %d\n" % (stat.st_size, stat.st_mtime_ns))
         return found, digest.hexdigest()
 
     @cached_property
@@ -109,21 +108,19 @@ class Corpus:
         with progress_bar("reading text") as bar:
             for flag, name, files in self._files:
                 texts = text_files(name, files, flag)
-                first, marks = len(lengths), 0
+                first = len(lengths)
                 for document in read_documents(texts, self.column):
                     digest, length = hashlib.sha256(), 0
                     for data in map(str.encode, document):
                         digest.update(data)
                         length += len(data)
-                        marks += data.count(b"<|endoftext|>")
                         bar.update(len(data))
                     corpus_hash.update(flag.encode() + digest.digest())
                     hashes.append(int.from_bytes(digest.digest()[:8]))
                     lengths.append(length)
-                for_training += (len(lengths) - first) * (flag == "--data")
                 require(any(lengths[first:]), f"{flag} {name}: contains no text")
-                if marks > max(9, sum(lengths[first:]) / 50_000):
-                    warn(f"{flag} {name} has <|endoftext|> {marks:,} times, which is text here and ends no document")
+                if flag == "--data":
+                    for_training = len(lengths)
                 read += texts
         sizes, digests = np.frombuffer(lengths, np.int64), np.frombuffer(hashes, np.uint64)
         cuts = _named(digests, sizes, for_training) if self.val_names else _split(digests, sizes)

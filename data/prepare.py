@@ -63,16 +63,15 @@ def prepare(
     """
     if tokenizer is None and kind not in TOKENIZER_KINDS:
         tokenizer = read_directory(Path(kind))
-        needed = tokenizer.text_vocab_size
-        require(needed <= vocab_size, f"--vocab-size {vocab_size} is too small: --tokenizer {kind} has {needed} ids")
     elif tokenizer is None and kind != SentencePieceTokenizer.kind:
         tokenizer = load_tokenizer(kind, Path(), vocab_size)
     corpus = Corpus(names, cache_dir, val_names, column)
     _check_lengths(corpus, corpus.sizes, context)  # early: the size of text in bytes is an upper bound on the tokens
-    if corpus.tokens and tokenizer:
+    if corpus.tokens:
+        if not tokenizer:
+            raise ValueError("token files need --tokenizer DIR or bytes, or --vocab-size without --tokenizer")
         train, val = corpus.tokens
         return Prepared(train, val, None, tokenizer, corpus.name, corpus.hash)
-    require(not corpus.tokens, "token files need --tokenizer DIR or bytes, or --vocab-size without --tokenizer")
     if tokenizer:
         tokenizer.encode("")  # an error if it only stands for token files
         kind, vocab_size = tokenizer.kind, tokenizer.vocab_size
@@ -93,10 +92,10 @@ def prepare(
 
 
 def _check_lengths(corpus: Corpus, tokens: dict[str, int], context: int) -> None:
-    for split, text in zip(SPLITS, ("training", "validation"), strict=True):
+    for split, found in tokens.items():
         needed = context + 1 if corpus.names else 2 * (split == "val")  # an evaluation may have shorter windows
-        problem = f"the {text} text has at most {tokens[split]} tokens, and {needed} are needed"
-        require(tokens[split] >= needed, f"{corpus.name}: {problem}; add text or lower --context")
+        problem = f"the {split} split has at most {found} tokens, and {needed} are needed"
+        require(found >= needed, f"{corpus.name}: {problem}; add text or lower --context")
 
 
 def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> Prepared | None:
@@ -129,15 +128,15 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> Prepared
         record = read_json(folder / RECORD, dict)
         if record["tokenizer"] != tokenizer.hash:
             return None
-        files = {split: folder / f"{split}.bin" for split in SPLITS}
-        stat = [[one.st_size, one.st_mtime_ns] for one in map(Path.stat, files.values())]
+        files = [folder / f"{split}.bin" for split in SPLITS]
+        stat = [[one.st_size, one.st_mtime_ns] for one in map(Path.stat, files)]
         if record.get("stat") != stat:  # they are hashed once
-            hashes = {split: sha256(file) for split, file in files.items()}
+            hashes = [*map(sha256, files)]
             if record.get("sha256", hashes) != hashes:
                 return None
             with suppress(OSError):  # a cache that was copied, perhaps to where nothing can be written
                 write_atomically(folder / RECORD, json.dumps(record | {"sha256": hashes, "stat": stat}))
-        train, val = (map_tokens(file, _dtype(tokenizer)) for file in files.values())
+        train, val = (map_tokens(file, _dtype(tokenizer)) for file in files)
         return Prepared(train, val, record["val_gzip_bpb"], tokenizer, corpus.name, corpus.hash, record["lost"])
     except (OSError, ValueError, KeyError):
         return None
@@ -152,12 +151,9 @@ class Piece(NamedTuple):
     split: str
     begins: bool  # at the beginning of the document
     ends: bool  # at the end of the text
+    whole: bool
     offset: int  # the byte of the text at which it begins
     text: str
-
-    @property
-    def whole(self) -> bool:
-        return self.ends and not self.offset
 
 
 def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, float]:
@@ -183,10 +179,11 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[st
                 data = piece.text[: None if piece.ends else WINDOW].encode()
                 counts += np.bincount(np.frombuffer(data, np.uint8), minlength=256)
                 counts[ord(" ")] += tokenizer.space_in_front and data != b"" and not piece.offset
-                if piece.split == "val" and size // 1_000_000 % every == 0:
-                    taken += len(data)
-                    compressed += len(gzip.compress(data))
-                size += len(data) * (piece.split == "val")
+                if piece.split == "val":
+                    if size // 1_000_000 % every == 0:
+                        taken += len(data)
+                        compressed += len(gzip.compress(data))
+                    size += len(data)
                 bar.update(len(data))
             if number >= progress["done"]:  # the last one is encoded again, for the window at its end
                 parts, ids, starts = _join(batch, tokenizer, ids, starts)
@@ -194,10 +191,10 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[st
                 bar.initial = bar.n
                 continue
             for split, path in paths.items():
-                data = np.concatenate([[], *parts[split]], dtype=dtype, casting="unsafe").tobytes()
-                progress[split] += len(data)
+                array = np.concatenate([[], *parts[split]], dtype=dtype, casting="unsafe")
+                progress[split] += array.nbytes
                 with describe_write_error(path, corpus.sizes[split] * dtype.itemsize), open(path, "ab") as file:
-                    file.write(data)
+                    file.write(array.data)
             progress["done"] = number
             if number % SAVE_EVERY == 0:
                 for path in paths.values():
@@ -242,11 +239,12 @@ def _pieces(corpus: Corpus) -> Iterator[Piece]:
             text += chunk  # in place
             start = 0
             while len(text) - start > (WINDOW + OVERLAP if offset else WHOLE):
-                yield Piece(split, begins and not offset, False, offset, text[start : start + WINDOW + OVERLAP])
+                window = text[start : start + WINDOW + OVERLAP]
+                yield Piece(split, begins and not offset, False, False, offset, window)
                 offset += len(text[start : start + WINDOW].encode())
                 start += WINDOW
             text = text[start:]
-        yield Piece(split, begins and not offset, True, offset, text)
+        yield Piece(split, begins and not offset, True, not offset, offset, text)
 
 
 def _join(

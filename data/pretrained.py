@@ -76,7 +76,7 @@ def _errors(path: Path) -> Iterator[None]:
             raise ValueError(f"{path}: {problem}") from None
         except BaseException as error:
             # The library raises Exception itself, and panics with a class that has no public name.
-            if type(error) is not Exception and type(error).__name__ != "PanicException":
+            if type(error).__name__ not in ("Exception", "PanicException"):
                 raise
             raise ValueError(one_line(f"{path}: the tokenizers library fails: {error}")) from None
         finally:
@@ -87,13 +87,9 @@ def _errors(path: Path) -> Iterator[None]:
 def _end_of_document(directory: Path) -> str | int | None:
     """The token that ends a document, or its id, from the first file that names one."""
     for name, key in ENDS.items():
-        token = read_json(directory / name, dict).get(key) if (directory / name).is_file() else None
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, list):
-            token = next(iter(token), None)
-        if token is not None:
-            return token
+        match read_json(directory / name, dict).get(key) if (directory / name).is_file() else None:
+            case {"content": token} | [token, *_] | (str() | int() as token):
+                return token
     return None
 
 
@@ -128,7 +124,8 @@ class PretrainedTokenizer(Tokenizer):
         require(model["type"] == "BPE", f"model.type is {model['type']!r}; only BPE is supported")
         require("Byte" in decoder, f"decoder is {decoder}; only ByteLevel and ByteFallback are supported")
         steps = [fields.get("normalizer"), fields.get("pre_tokenizer"), model | {"vocab": 0, "merges": 0}]
-        growth = math.prod(float(len(text) or 1) for text in re.findall(PUT_IN, json.dumps(steps, ensure_ascii=False)))
+        put_in = re.findall(PUT_IN, json.dumps(steps, ensure_ascii=False))
+        growth = math.prod(float(len(text) or 1) for text in put_in)
         require(growth <= 8, f"it may make a text {growth:.3g} times as long; up to 8 times is supported")
         added = {token["content"]: token["id"] for token in fields["added_tokens"]}
         ends = [name for name, number in (model["vocab"] | added).items() if end in (name, number)]
@@ -161,9 +158,8 @@ class PretrainedTokenizer(Tokenizer):
             self.pieces[ids[name]] = piece
         texts = [ids[name] for name in ids.keys() - special]
         self.text_vocab_size = 1 + max([*texts, self.end_of_document, *self.prompt_start])
-        for name in special & (ids.keys() - {model.get("unk_token")}):
-            text = tokenizer.encode(name, add_special_tokens=False).ids
-            ordinary = ids[name] in text or (len(name) == 1 and name in model["vocab"])
+        for name in special - {model.get("unk_token")}:
+            ordinary = ids.get(name) in tokenizer.encode(name, add_special_tokens=False).ids
             require(not ordinary, f"{name!r} is both a special token and an ordinary piece of text")
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -175,10 +171,10 @@ class PretrainedTokenizer(Tokenizer):
         with _errors(self._path):
             encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         for text, one in zip(texts, encoded, strict=True):
-            codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-            sizes = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)  # UTF-8 bytes of each character
+            data = np.frombuffer(text.encode(), np.uint8)
+            characters = np.flatnonzero(data & 0xC0 != 0x80)  # the byte where each begins
             starts, ends = np.array(one.offsets, np.int64).reshape(-1, 2).T
             starts[1:][starts[1:] < ends[:-1]] = 0  # tokens that begin inside a character count with those before
             starts = np.maximum.accumulate(starts)
-            found.append((np.array(one.ids, np.int64), (np.cumsum(sizes) - sizes)[starts]))
+            found.append((np.array(one.ids, np.int64), characters[starts]))
         return found

@@ -62,21 +62,21 @@ def text_files(name: str, files: list[Path], flag: str = "--data") -> list[Path]
         why = "".join(problems)
         require(taken, f"{flag} {name} is {why}, not text in UTF-8; convert it, or make JSON lines of a table")
     else:
-        left_out = []
+        said = f"{flag} {name}: {len(taken)} files"
         for why, others in problems.items():
             names = [str(file.relative_to(path)) for file in others[:3]] + ["..."] * (len(others) > 3)
-            left_out.append(f"{len(others)} {why} ({', '.join(names)})")
-        warn(one_line(f"{flag} {name}: {len(taken)} files" + "; left out: " * bool(left_out) + ", ".join(left_out)))
+            said += f"; left out as {why}: {len(others)} ({', '.join(names)})"
+        warn(one_line(said))
     if plain := [file for file in taken if _stem(file).endswith(".json") and not _is_json_lines(file)]:
         which = f"{flag} {name}: {len(plain)} .json read as one text, such as {plain[0]}"
-        warn(one_line(f"{which}: the first two lines are not JSON objects, one a line"))
+        warn(one_line(f"{which}; convert it to JSON lines, one object a line"))
     return taken
 
 
 def _not_text(path: Path) -> str:
     """Why a file is not text, or "". Like git, it looks for a NUL in the first 8 KB."""
     if not path.is_file():
-        return "broken link" if path.is_symlink() else "no regular file"
+        return "no regular file"
     if path.suffix.lower() == ".parquet":
         return ""
     if _stem(path).endswith((".csv", ".tsv")):
@@ -94,7 +94,6 @@ def short_name(name: str) -> str:
 
 def _download_shakespeare(cache_dir: Path) -> Path:
     """The path of tiny Shakespeare, downloaded to `cache_dir` unless a file with the right SHA-256 is there."""
-    cache_dir.mkdir(parents=True, exist_ok=True)
     target = cache_dir / "tinyshakespeare.txt"
     with lock_file(cache_dir / "tinyshakespeare.lock", wait=True):  # ranks start together
         if target.is_file() and sha256(target) == SHAKESPEARE_SHA256:
@@ -186,13 +185,11 @@ def _read_json_lines(path: Path, column: str) -> Iterator[str | None]:
                 text = row[column]
                 if text is not None:
                     text.encode()
-            except UnicodeEncodeError:
-                raise ValueError(f'{path}: line {number} has half of a surrogate pair under "{column}"') from None
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 problem = "is not a JSON object in UTF-8"
                 if isinstance(row, dict):
                     keys = {key: type(value).__name__ for key, value in [*row.items()][:9]}
-                    problem = f'has no string under "{column}", but {keys}; {OTHER_COLUMN}'
+                    problem = f'has no valid string under "{column}", but {keys}; {OTHER_COLUMN}'
                 raise ValueError(f"{path}: line {number} {problem}") from None
             yield text
 

@@ -33,8 +33,6 @@ SENTENCEPIECE_CONFIG = {
     "eos_token": "</s>",
 }
 BYTE_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "eos_token": "</s>"}
-
-
 Ids = Sequence[int] | np.ndarray
 
 
@@ -201,9 +199,8 @@ def piece_bytes(piece: str) -> bytes:
 
 def byte_level_alphabet() -> dict[str, int]:
     """The character that byte-level BPE writes for each byte: itself if printable in Latin-1, or one from U+0100 on."""
-    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+    others = [byte for byte in range(256) if byte == ord(" ") or not chr(byte).isprintable()]
+    return {chr(256 + others.index(byte) if byte in others else byte): byte for byte in range(256)}
 
 
 def load_tokenizer(kind: str, directory: Path, vocab_size: int = 0) -> Tokenizer:

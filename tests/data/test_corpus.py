@@ -50,8 +50,6 @@ def test_the_split_does_not_depend_on_order_or_packing_of_documents(tmp_path):
         assert expected == texts_of(backwards, split)[::-1] == texts_of(files, split) == texts_of(two, split)
     assert one.hash == files.hash == two.hash != backwards.hash
     assert len(one.hash) == 64 and (files.name, two.name) == ("folder", "c+d")
-    names = [jsonl(tmp_path / f"{'語' * 20}{number}.jsonl", ["text"]) for number in range(5)]
-    assert Corpus(names, tmp_path).name == f"{'語' * 20}0+" + "語" * 6, "80 bytes, three per character"
 
 
 @pytest.mark.parametrize("unit", ["a", "é", "😀語a\n", "one line\n"])
@@ -83,21 +81,8 @@ def test_a_long_document_gives_its_last_tenth_and_short_ones_are_whole(tmp_path)
     assert 0 <= sum(map(len, held_out[2:])) - sum(map(len, short)) / 10 <= 1000
 
 
-def test_a_tenth_is_held_out_of_texts_with_many_copies():
-    """The numbers of texts, by their length and their copies. The first three are like backups."""
-    for texts in (
-        {(100, 250): 40, (500, 1): 1}, {(1000, 100): 30, (1000, 1): 100}, {(2000, 3): 40, (741, 1): 1},
-        {(10, 7000): 14}, {(20, 3): 1}, {(1000, 83): 12}, {(1000, 91): 11}, {(20, 5000): 1, (3, 1): 9},
-    ):  # fmt: skip
-        lengths, copies = np.repeat([*texts], [*texts.values()], axis=0).T
-        hashes = np.random.default_rng(0).integers(2**64 - 1, size=len(lengths), dtype=np.uint64)
-        lengths = np.repeat(lengths, copies)
-        held_out = lengths - splitting._split(np.repeat(hashes, copies), lengths)
-        assert 0.08 <= held_out.sum() / lengths.sum() <= 0.12, texts
-
-
 def test_a_tenth_of_the_bytes_is_held_out_of_any_corpus():
-    """2,000 corpora: sizes from Zipf's law, with a few long texts and with copies. More than 1 GB is capped."""
+    """2,000 corpora: sizes from Zipf's law, a few long texts, copies, many of one text. More than 1 GB is capped."""
     draw = np.random.default_rng(0)
     for _ in range(2000):
         count = int(10 ** draw.uniform(0, 3.7))
@@ -105,16 +90,15 @@ def test_a_tenth_of_the_bytes_is_held_out_of_any_corpus():
         long = int(draw.integers(4))
         lengths[:long] = (10 ** draw.uniform(2, 9.5, long)).astype(int)[:count]
         lengths += max(0, 100_000 - lengths.sum()) // count + 1
-        texts = np.concatenate([np.arange(count), draw.integers(count, size=draw.integers(count + 1))])
+        copies = draw.integers(count, size=draw.integers(count + 1)), np.repeat(0, draw.choice([0, 5 * count]))
+        texts = np.concatenate([np.arange(count), *copies])
         names = draw.integers(2**64 - 1, size=count, dtype=np.uint64)
         order = draw.permutation(len(texts))
         cuts = splitting._split(names[texts], lengths[texts])
         assert np.array_equal(splitting._split(names[texts[order]], lengths[texts[order]]), cuts[order])
         assert np.array_equal(cuts, cuts[:count][texts]), "copies are cut alike"
-        total, copied = lengths[texts].sum(), np.bincount(texts) * lengths
-        share, wanted = (lengths[texts] - cuts).sum() / total, min(0.1, 1e8 / total)
-        if not ((copied > 0.12 * total) & (lengths <= total / 100)).any():
-            assert 0.8 * wanted <= share <= 1.2 * wanted
+        total = lengths[texts].sum()
+        assert 0.8 <= (lengths[texts] - cuts).sum() / total / min(0.1, 1e8 / total) <= 1.2
 
 
 def test_named_validation_text_is_all_of_it_and_its_copies_are_not_trained_on(tmp_path, capsys):
@@ -123,24 +107,13 @@ def test_named_validation_text_is_all_of_it_and_its_copies_are_not_trained_on(tm
     assert texts_of(corpus, "val") == ["new", TEXTS[5], TEXTS[7]]
     assert texts_of(corpus, "train") == [text for text in TEXTS if text not in (TEXTS[5], TEXTS[7])]
     assert "documents of --data left out, because --val-data has them too: 2\n" in capsys.readouterr().err
-    both = Corpus([data, val], tmp_path)
-    assert len({corpus.hash, both.hash, Corpus([data], tmp_path).hash, Corpus([], tmp_path, [data, val]).hash}) == 4
-    with pytest.raises(ValueError, match=r"^--val-data nowhere: no such file"):
-        Corpus([data], tmp_path, ["nowhere"])
+    others = Corpus([data, val], tmp_path), Corpus([data], tmp_path), Corpus([], tmp_path, [data, val])
+    assert len({each.hash for each in (corpus, *others)}) == 4
 
 
-@pytest.mark.parametrize(("count", "size"), [(300, 900), (10, 100), (9, 100), (300, 60_000)])
-def test_text_that_marks_the_ends_of_its_documents_is_said(tmp_path, count, size, capsys):
-    (tmp_path / "a.txt").write_text(("x" * size + "\n<|endoftext|>\n") * count)
-    Corpus([str(tmp_path / "a.txt")], tmp_path)
-    line = f"a.txt has <|endoftext|> {count} times, which is text here and ends no document\n"
-    assert (line in capsys.readouterr().err) == (count > 9 and size < 50_000)
-
-
-@pytest.mark.parametrize("content", ["", '{"text": ""}\n', '{"text": null}\n'])
-def test_a_source_without_text_is_refused(tmp_path, content):
-    full, empty = jsonl(tmp_path / "full.jsonl", ["text"]), jsonl(tmp_path / "empty.jsonl", [])
-    Path(empty).write_text(content)
+@pytest.mark.parametrize("texts", [[], [""], [None]])
+def test_a_source_without_text_is_refused(tmp_path, texts):
+    full, empty = jsonl(tmp_path / "full.jsonl", ["text"]), jsonl(tmp_path / "empty.jsonl", texts)
     for flag, names, val_names in (("--data", [full, empty], []), ("--val-data", [full], [empty])):
         with pytest.raises(ValueError, match=f"^{flag} .*empty.jsonl: contains no text$"):
             Corpus(names, tmp_path, val_names)

@@ -1,6 +1,5 @@
 """The same ids as transformers, with our tokenizers opened there and with theirs opened here."""
 
-import gzip
 import json
 import logging
 import random
@@ -113,7 +112,7 @@ def test_theirs_has_the_same_ids_and_bytes_here_and_once_saved(directories, tmp_
             assert ours.token_bytes[[*ids, ours.end_of_document]].sum() == len(text.encode())  # bytes of a document
     assert ours.decode_bytes([*ours.encode("a"), ours.end_of_document, ours.vocab_size + 5]) == space + b"a"
     assert their_ids(theirs, theirs.eos_token) == [ours.end_of_document]
-    for text in (theirs.eos_token, f"a{theirs.eos_token}b", theirs.eos_token * 2, "<s>", "<unk>", "<pad>"):
+    for text in (f"a{theirs.eos_token}b", theirs.eos_token * 2, "<s>", "<unk>", "<pad>"):
         ids = ours.encode(text)
         assert ours.decode(ids) == text and all(ours.token_bytes[ids] > 0), "a special token typed as text is text"
         assert ids == their_ids(theirs, text, split_special_tokens=True)
@@ -126,11 +125,10 @@ def test_theirs_has_the_same_ids_and_bytes_here_and_once_saved(directories, tmp_
 
 def test_any_directory_gives_its_tokenizer_to_a_new_model(directories, tmp_path):
     for name in ("byte-level", "llama", "bytes", "sentencepiece"):
-        folder = shutil.copytree(directories[name], tmp_path / name)
+        folder, saved = (shutil.copytree(directories[name], tmp_path / (name + end)) for end in ("", "-saved"))
         (folder / "chat_template.jinja").write_text("kept")
-        assert read_directory(folder).encode("a b")
-        read_directory(folder).save(shutil.copytree(directories[name], tmp_path / f"{name}-saved"))
-        assert (tmp_path / f"{name}-saved/chat_template.jinja").read_text() == "kept"
+        read_directory(folder).save(saved)
+        assert (saved / "chat_template.jinja").read_text() == "kept" and read_directory(saved).encode("a b")
     write(tmp_path / "config.json", model_type="gpt2", eos_token_id=[0])
     shutil.copy(directories["byte-level"] / "tokenizer.json", tmp_path)
     assert read_directory(tmp_path).end_of_document == 0, "from config.json, of whatever model"
@@ -181,7 +179,6 @@ def test_a_document_in_windows_has_the_ids_of_the_whole(directories, tmp_path, m
         (tmp_path / "a.txt").write_text(text)
         prepared = prepare([], "", 0, tmp_path / "cache", 16, ours, [str(tmp_path / "a.txt")])
         ids = prepared.val.tolist()
-        assert prepared.val_gzip_bpb == 8 * len(gzip.compress(text.encode(), 9)) / len(text.encode())
         if window > 1000:
             assert ids == [1, *ours.encode(text), ours.end_of_document], text[:9]
         else:  # too short for the same tokens
@@ -252,28 +249,25 @@ def write_json(folder: Path, added: list[dict], end: str = "<s>", **changes: Any
     write(folder / "tokenizer_config.json", eos_token=end)
 
 
-@pytest.mark.parametrize("merges", [["< s", "<s >"], [["<", "s"], ["<s", ">"]]])
 @pytest.mark.parametrize("added", [[SPECIAL], [SPECIAL | {"special": False}], []])
-def test_the_end_is_never_merged_from_its_characters(tmp_path, merges, added):
+def test_the_end_is_never_merged_from_its_characters(tmp_path, added):
     """Even if it is no special token, or no added token at all. Truncation and dropout in the file are not applied."""
     truncation = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
-    write_json(tmp_path, added, model={"merges": merges, "dropout": 1.0}, truncation=truncation)
-    ours = PretrainedTokenizer(tmp_path)
-    assert ours.end_of_document == 4 and ours.encode("<s>") == [3, 2] and ours.decode([3, 4, 2]) == "<s>"
+    for merges in (MERGED["merges"], [["<", "s"], ["<s", ">"]]):
+        write_json(tmp_path, added, model={"merges": merges, "dropout": 1.0}, truncation=truncation)
+        ours = PretrainedTokenizer(tmp_path)
+        assert ours.end_of_document == 4 and ours.encode("<s>") == [3, 2] and ours.decode([3, 4, 2]) == "<s>"
 
 
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 REFUSED: dict[str, dict[str, Any]] = {
     "model.type is 'WordPiece'; only BPE is supported": {"model": {"type": "WordPiece"}},
-    "Token `q` out of vocabulary": {"model": {"merges": ["< q"]}},
     "only ByteLevel and ByteFallback are supported": {"decoder": {"type": "WordPiece", "prefix": "#", "cleanup": True}},
     "no end-of-document token: .* '9'": {"end": "9"},
     "'<' is both a special token and an ordinary piece": {"end": "<"},
-    "'Ġ' is both a special": {"end": "Ġ", "model": {"vocab": MERGED["vocab"] | {"Ġ": 5}}},  # type: ignore
     "damaged, or not a tokenizer": {"added_tokens": None},
     r"may make a text 1e\+07 times as long": {"normalizer": {"type": "Prepend", "prepend": '"' + "b" * 10**7}},
     r"may make a text 1\.1e\+12 times": {"normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 40}},
-    r"may make a text 1e\+06 times": {"model": {"continuing_subword_prefix": "b" * 10**6}},
     "may make a text inf times": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 5000}},
     "6 pieces have ids up to 500,000,000": {"model": {"vocab": MERGED["vocab"] | {"a": 500_000_000}}},  # type: ignore
 }

@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import json
 import os
-import sys
 from pathlib import Path
 
 import pyarrow
@@ -22,8 +21,8 @@ def texts_behind(name: str, cache_dir: Path, flag: str = "--data") -> list[Path]
     return text_files(name, find_files(name, cache_dir, flag), flag)
 
 
-def text_of(path: Path) -> list[str]:
-    return ["".join(document) for document in list(read_documents([path]))]
+def text_of(path: Path, column: str = "text") -> list[str]:
+    return ["".join(document) for document in list(read_documents([path], column))]
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -65,18 +64,10 @@ def test_jsonl_has_one_document_per_line_and_parquet_one_per_row(tmp_path):
 def test_rows_whose_text_is_null_are_left_out_and_counted_and_the_column_can_be_named(tmp_path, capsys):
     texts = ["one", None, "", *map(str, range(100)), None]
     lines = "\n".join(json.dumps({"text": 1, "content": text}) for text in texts)
-    for path in (
-        write(tmp_path / "a.jsonl", lines),
-        write(tmp_path / "a.parquet", parquet(text=[1] * len(texts), content=texts)),
-    ):
-        assert ["".join(document) for document in read_documents([path], "content")] == [
-            "one",
-            "",
-            *map(str, range(100)),
-        ]
+    rows = parquet(text=[1] * len(texts), content=texts)
+    for path in (write(tmp_path / "a.jsonl", lines), write(tmp_path / "a.parquet", rows)):
+        assert text_of(path, "content") == [text for text in texts if text is not None]
         assert capsys.readouterr().err == f"{path}: rows left out, because their text is null: 2\n"
-    path = write(tmp_path / "nulls.parquet", parquet(text=NULLS))
-    assert text_of(path) == [] and capsys.readouterr().err.endswith("because their text is null: 2\n")
 
 
 OTHER_JSON = ['{"a": 1}', '{\n"a": 1}\n', '[{"text": "a"},\n{"text": "b"}]', "[\n  {", "", "{}\n[]\n", "{}{}"]
@@ -89,11 +80,14 @@ def test_other_json_is_text(tmp_path, content, capsys):
     assert text_of(path) == [content]
     for name, count in ((path, 1), (tmp_path, 2)):
         assert len(texts_behind(str(name), tmp_path)) == count
-        assert f"--data {name}: 1 .json read as one text, such as {path}: the first two" in capsys.readouterr().err
+        assert (
+            f"--data {name}: 1 .json read as one text, such as {path}; convert it to JSON lines, one object a line"
+            in capsys.readouterr().err
+        )
 
 
 def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_out(tmp_path, capsys):
-    for name in ("b.md", "z/1", "y/1", "a/z", "a/b.py", "x/1", "c.jsonl", "d.txt.gz", "empty"):
+    for name in ("b.md", "a/z", "a/b.py", "x/1", "c.jsonl", "d.txt.gz", "empty"):
         write(tmp_path / name, gzip.compress(b"x") if name.endswith("gz") else "{}" * (name != "empty"))
     for name, content in (("image.png", b"\x89PNG\0"), (".hidden", "x"), (".git/config", "x"), ("e.parquet", b"\0")):
         write(tmp_path / name, content)
@@ -101,35 +95,33 @@ def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_ou
         write(tmp_path / f"x/{number}.csv", "a,b\n1,2\n")
     write(tmp_path / "a/old.txt", "text".encode("utf-16"))
     (tmp_path / "link").symlink_to("missing")
-    os.mkfifo(tmp_path / "z/pipe")
+    os.mkfifo(tmp_path / "x/pipe")
     found = [str(path.relative_to(tmp_path)) for path in texts_behind(str(tmp_path), tmp_path)]
-    assert found == ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty", "a/b.py", "a/z", "x/1", "y/1", "z/1"]
-    left_out = "2 hidden (.git, .hidden), 2 binary or UTF-16 (image.png, a/old.txt), 1 broken link (link), "
-    left_out += "5 CSV or TSV (x/0.csv, x/1.csv, x/2.csv, ...), 1 no regular file (z/pipe)"
-    assert capsys.readouterr().err == f"--data {tmp_path}: 10 files; left out: {left_out}\n"
+    assert found == ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty", "a/b.py", "a/z", "x/1"]
+    left_out = (
+        "hidden: 2 (.git, .hidden); left out as binary or UTF-16: 2 (image.png, a/old.txt); left out as no regular "
+    )
+    left_out += "file: 2 (link, x/pipe); left out as CSV or TSV: 5 (x/0.csv, x/1.csv, x/2.csv, ...)"
+    assert capsys.readouterr().err == f"--data {tmp_path}: 8 files; left out as {left_out}\n"
 
 
 def test_links_are_followed_and_each_real_folder_is_taken_once(tmp_path, capsys):
     write(tmp_path / "elsewhere/deep/a.txt", "a")
     write(tmp_path / "notes/b.txt", "b")
     (tmp_path / "notes/again").symlink_to(tmp_path / "elsewhere/deep")
-    (tmp_path / "notes/c.txt").symlink_to(tmp_path / "elsewhere/deep/a.txt")
     (tmp_path / "notes/link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "notes/loop").symlink_to(tmp_path / "notes")
     found = [str(path.relative_to(tmp_path)) for path in texts_behind(str(tmp_path / "notes"), tmp_path)]
-    assert found == ["notes/b.txt", "notes/c.txt", "notes/again/a.txt"]
-    assert capsys.readouterr().err == f"--data {tmp_path}/notes: 3 files\n"
-    (tmp_path / "through").symlink_to(tmp_path / "notes")
-    assert len(texts_behind(str(tmp_path / "through"), tmp_path)) == 3
+    assert found == ["notes/b.txt", "notes/again/a.txt"]
+    assert capsys.readouterr().err == f"--data {tmp_path}/notes: 2 files\n"
 
 
 def test_names_that_are_no_text_are_refused_with_what_to_make_of_them(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    write(tmp_path / "a.csv", "text,id\nfirst,1\n")
     write(tmp_path / "a.TSV.gz", gzip.compress(b"text\tid\nfirst\t1\n"))
     write(tmp_path / "utf-16", "café".encode("utf-16"))
     problems = dict.fromkeys(("pipe", "missing"), ": no such file or folder; pass python, shakespeare or a path")
-    problems |= dict.fromkeys(("a.csv", "a.TSV.gz"), " is CSV or TSV, not text in UTF-8; .* make JSON lines of a table")
+    problems["a.TSV.gz"] = " is CSV or TSV, not text in UTF-8; .* make JSON lines of a table"
     problems["utf-16"] = " is binary or UTF-16, not text in UTF-8; convert it"
     for name, problem in problems.items():
         with pytest.raises(ValueError, match=f"^--val-data {tmp_path / name}{problem}"):
@@ -137,12 +129,9 @@ def test_names_that_are_no_text_are_refused_with_what_to_make_of_them(tmp_path):
     assert texts_behind(str(write(tmp_path / ".notes", "a")), tmp_path), "hidden, but named"
 
 
-def test_short_names_are_safe_in_folder_names(tmp_path, monkeypatch):
+def test_short_names_are_safe_in_folder_names():
     names = ["python", "shakespeare", "books/my novel.txt", "a.jsonl.gz", "notes/", "v1.2"]
     assert [short_name(name) for name in names] == ["python", "tinyshakespeare", "my_novel", "a", "notes", "v1_2"]
-    (tmp_path / "notes" / "old").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "notes" / "old")
-    assert [short_name(name) for name in (".", "..")] == ["old", "notes"]
 
 
 def test_python_is_the_standard_library_without_its_tests(tmp_path):
@@ -151,52 +140,43 @@ def test_python_is_the_standard_library_without_its_tests(tmp_path):
     parts = {part for path in files for part in path.relative_to(Path(json.__file__).parents[1]).parts[:-1]}
     assert {"os.py", "argparse.py", "topics.py", "typing.py"} <= names
     assert not parts & {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    assert "unittest" in parts, "unittest is a module, not a test folder"
     assert not any(name.startswith("_sysconfigdata") for name in names)
     assert {path.suffix for path in files} <= {".py", ".txt", ".rst"}
     assert 8e6 < sum(path.stat().st_size for path in files) < 20e6
     assert files == find_files("python", tmp_path) and not list(tmp_path.iterdir()), "nothing is downloaded"
 
 
-PACKED = gzip.compress("".join(hashlib.sha256(bytes([number])).hexdigest() for number in range(200)).encode())
 LINE = b'{"text": "fine"}\n\n'
-NOT_AN_OBJECT, NO_STRING = "line 3 is not a JSON object in UTF-8", 'line 3 has no string under "text"'
+NOT_AN_OBJECT, NO_STRING = "line 3 is not a JSON object in UTF-8", 'line 3 has no valid string under "text"'
 NOT_GZIP, NO_COLUMN, NO_PARQUET = "not a valid gzip file$", 'no column "text" of strings', "not a valid Parquet file"
 CHAT = LINE + b'{"id": 1, "messages": [{"role": "user", "content": "hi"}]}\n'
-NO_OBJECTS = [b"{", b"[]", b"3", b"[" * 100_000, b'{"text": "\xe9"}']
-NO_STRINGS = [b"{}", b'{"text": 3}']
+NO_OBJECTS = [b"{", b"[]", b"[" * 100_000, b'{"text": "\xe9"}']
 
 
-def parquet(table: pyarrow.Table | None = None, **columns) -> bytes:
+def parquet(**columns) -> bytes:
     sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.table(columns) if table is None else table, sink)
+    pyarrow.parquet.write_table(pyarrow.table(columns), sink)
     return sink.getvalue().to_pybytes()
 
 
-NULLS = pyarrow.array([None, None], pyarrow.null())
-TWICE = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["text", "text"])
 NOT_UTF8 = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b"\xff"], pyarrow.binary()).buffers())
-WHOLE = parquet(text=["some text"] * 100)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         *((f"{line[:12]!r}.jsonl", LINE + line + b"\n", NOT_AN_OBJECT) for line in NO_OBJECTS),
-        *((f"{line[:12]!r}.jsonl", LINE + line + b"\n", NO_STRING) for line in NO_STRINGS),
-        ("half.jsonl", LINE + b'{"text": "\\ud800"}\n', 'line 3 has half of a surrogate pair under "text"'),
-        ("short.txt.gz", PACKED[:-20], NOT_GZIP),
+        ("half.jsonl", LINE + b'{"text": "\\ud800"}\n', NO_STRING + ", but {'text': 'str'}; name one"),
+        ("short.txt.gz", gzip.compress(b"text" * 999)[:-20], NOT_GZIP),
         ("text.txt.gz", b"plain", NOT_GZIP),
         ("columns.parquet", parquet(content=["a"], n=[1]), NO_COLUMN + ", but {'content': 'string', 'n': 'int64'}"),
-        ("list.parquet", parquet(text=[["a"]]), NO_COLUMN + ".*; name one with --text-column"),
         ("chat.jsonl", CHAT, f"{NO_STRING}, but {{'id': 'int', 'messages': 'list'}}; name one with --text-column"),
-        ("two.parquet", parquet(TWICE), NO_PARQUET),
         ("bytes.parquet", parquet(text=NOT_UTF8), NO_PARQUET),
-        ("cut.parquet", WHOLE[: len(WHOLE) // 3], NO_PARQUET),
+        ("cut.parquet", parquet(text=["some text"] * 100)[:99], NO_PARQUET),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(tmp_path, name, content, message):
-    path = write(tmp_path / name.replace("/", "_"), content)
+    path = write(tmp_path / name, content)
     with pytest.raises(ValueError, match=message) as error:
         text_of(path)
     assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
@@ -205,22 +185,16 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path, name, content, message)
 @pytest.mark.parametrize("before", [0, 10, CHUNK, 2 * CHUNK + 3])
 @pytest.mark.parametrize("bad", [b"\xff\n", b"\xed\xa0\x80", b"\xc3"], ids=["byte", "surrogate", "cut off"])
 def test_invalid_utf8_is_refused_with_its_byte_offset(tmp_path, before, bad):
-    content = ("a" * 63 + "\n").encode() * (before // 64 + 1)
+    content = (b"a" * 63 + b"\n") * (before // 64 + 1)
     content = content[:before] + bad
     for path in (write(tmp_path / "bad.txt", content), write(tmp_path / "bad.gz", gzip.compress(content, 1))):
         with pytest.raises(ValueError, match=rf"^{path}: not UTF-8 at byte {before};.*$"):
             text_of(path)
 
 
-def test_parquet_without_pyarrow_names_the_package(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.parquet", WHOLE)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=rf"^{path}: Parquet files need the package pyarrow: pip install pyarrow$"):
-        text_of(path)
-
-
 def test_shakespeare_is_downloaded_once_and_a_failure_says_what_to_do(tmp_path, monkeypatch, capfd):
     page, cache = write(tmp_path / "page", b"To be, or not to be.\n" * 20_000), tmp_path / "cache"
+    cache.mkdir()
     monkeypatch.setattr(sources, "SHAKESPEARE_URL", page.as_uri())
     monkeypatch.setattr(sources, "SHAKESPEARE_SHA256", hashlib.sha256(page.read_bytes()).hexdigest())
     for _ in range(2):

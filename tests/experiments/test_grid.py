@@ -71,7 +71,7 @@ def test_arms_are_the_product_of_all_factors(resolve):
     expected |= {"placement": "mhc", "placement_args": {"streams": 2}, "lr": 0.02, "seed": 2, "compile": False}
     assert read_train(grid.command(cell)[2:]).items() >= (expected | {"watch": 3}).items()
     assert cell.arm.name == "dyt:alpha=0.5 mhc:streams=2 clip=8 tie_embeddings=false"
-    with pytest.raises(ValueError, match="text has at most"):  # too little for the longest context
+    with pytest.raises(ValueError, match="split has at most"):  # too little for the longest context
         resolve("--factor context=16,4000", rest="--dtype float32")
 
 

@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--resume --out taken --preset small": (train.main, "--preset and --config are for new runs"),
     "--data . --norm dyt": (train.main, "--data contains runs, where the run is written; choose an --out elsewhere"),
     "--data text.txt --val-data .": (train.main, "--data contains runs, where the run is written"),
-    "--data python --out python/x --context 99999999": (train.main, "text has at most"),  # the folder is no text
+    "--data python --out python/x --context 99999999": (train.main, "split has at most"),  # the folder is no text
     "--resume --out taken --seed 1 --batch-size 4": (train.main, "has --batch-size 8, not 4; --seed 0, not 1"),
     "--resume --out taken --order epochs": (train.main, "has --order random, not epochs; start a new run"),
     "--resume --out taken --data nothing.txt": (train.main, "nothing.txt"),
