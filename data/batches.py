@@ -5,6 +5,7 @@ memory-mapped, and nothing of them is read at the start but headers and both end
 """
 
 import hashlib
+import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -59,13 +60,16 @@ def map_tokens(path: Path, dtype: np.dtype | None = None) -> np.ndarray:
             raise ValueError(f"{path}: not a .npy file of ids: {error}") from None
         row = tokens.ndim == 1 and tokens.dtype.kind in "iu"
         require(row, f"{path}: ids are a row of integers, not {tokens.dtype} of shape {tokens.shape}")
-        return tokens
-    offset = 0
-    if dtype is None:
-        dtype, offset = _read_header(path)
-    if path.stat().st_size == offset:
-        return np.empty(0, dtype)  # which cannot be mapped
-    return np.memmap(path, dtype, "r", offset)
+    else:
+        offset = 0
+        if dtype is None:
+            dtype, offset = _read_header(path)
+        if path.stat().st_size == offset:
+            return np.empty(0, dtype)  # which cannot be mapped
+        tokens = np.memmap(path, dtype, "r", offset)
+    if hasattr(mmap, "MADV_RANDOM") and isinstance(tokens.base, mmap.mmap):
+        tokens.base.madvise(mmap.MADV_RANDOM)  # windows are at random places: nothing is read ahead
+    return tokens
 
 
 def _read_header(path: Path) -> tuple[np.dtype, int]:
