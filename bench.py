@@ -22,11 +22,12 @@ from machine.process import bad_input, exit_codes
 from runtime.flags import Parser, add_flags, add_options
 from runtime.plugins import import_first
 
-# Of each command: the function, its own options, and what reads train.py's flags if it takes them as well.
-COMMANDS: dict[str, tuple[Any, Any, Any]] = {
-    "norms": (benchmarks.bench_norms, benchmarks.NormsConfig, None),
-    "train": (benchmarks.bench_train, benchmarks.RoundsConfig, benchmarks.with_model),
-    "generate": (benchmarks.bench_generate, benchmarks.GenerateConfig, benchmarks.with_model),
+WIDTH = 16  # of a column
+# The function of each command and its own options. All but `norms` also take those of train.py.
+COMMANDS: dict[str, tuple[Any, Any]] = {
+    "norms": (benchmarks.bench_norms, benchmarks.NormsConfig),
+    "train": (benchmarks.bench_train, benchmarks.RoundsConfig),
+    "generate": (benchmarks.bench_generate, benchmarks.GenerateConfig),
 }
 GONE = {  # commands of earlier versions, and what there is instead
     "gpu": "bash results/gpu.sh runs the benchmarks of a GPU",
@@ -59,22 +60,21 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(arguments: list[str]) -> Asked:
     parser = Parser(prog="bench.py", description="Measure speed, compared with the limits of the machine.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
-    for name, (command, options, reads_train_flags) in COMMANDS.items():
+    for name, (command, options) in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
         subparser.add_argument("--json", metavar="FILE", help=f"file for the report (default: runs/bench-{name}.json)")
         add_options(subparser, options)
         import_first(subparser, arguments)
-        if reads_train_flags:
+        if name != "norms":
             add_flags(subparser, hidden=("init_from",))
     return parser.read(arguments)
 
 
 def make_config(command: str, given: Asked) -> Any:
     """The options of the command. Raises ValueError for invalid values."""
-    _, options, read_models = COMMANDS[command]
     require("init_from" not in given, "bench.py takes no --init-from; name the sizes of the model")
-    config = pop_options(given, options)
-    return read_models(config, given) if read_models else config
+    config = pop_options(given, COMMANDS[command][1])
+    return config if command == "norms" else benchmarks.with_model(config, given)
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -82,12 +82,10 @@ def print_report(report: dict[str, Any]) -> None:
     for name, value in report.items():
         if name != "rows":
             print(f"{name}: {value}")
-    table = [list(report["rows"][0])]
+    print(*(name.ljust(WIDTH) for name in report["rows"][0]))
     for row in report["rows"]:
-        table.append([f"{cell:.3g}" if type(cell) is float else str(cell) for cell in row.values()])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for first, *others in table:
-        print("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
+        cells = [f"{cell:.3g}" if type(cell) is float else str(cell) for cell in row.values()]
+        print(*(cell.ljust(WIDTH) for cell in cells))
 
 
 if __name__ == "__main__":

@@ -3,20 +3,21 @@
 import json
 import math
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from config import Asked, check_sizes, combine, fields_of, option
-from data.prepare import Prepared, prepare
+from data.prepare import prepare
 from experiments.arms import Configs, asked_of, ladder, resolve_arms, resolve_factors
 from experiments.costs import EQUAL, costs, equal_steps, step_times
 from experiments.grid import Cell, Grid, resolve_devices
 from experiments.rates import Optimum
 from experiments.records import SEARCH, Arm, compared
 from experiments.report import make_report
-from files import digest, read_json, require, warned, write_atomically
+from files import digest, read_json, require, write_atomically
 from norms.placement import PLACEMENTS
 from runtime.run_dir import RUNS_FOLDER, read_run_file
 
@@ -96,11 +97,19 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     require(free or (folder / "cells").is_dir(), f"--out {folder} is a file, or not empty; choose another folder")
     for file in folder.glob("cells/*/run.json"):
         read_run_file(file)  # raises ValueError for one of another version
-    data = prepare_text(configs)
+    model, config = next(iter(configs.values()))  # all arms share the text
+    data = prepare(
+        config.data,
+        config.tokenizer,
+        model.vocab_size,
+        Path(config.cache_dir),
+        context=max(model.context for model, _ in configs.values()),
+        val_names=config.val_data,
+        column=config.text_column,
+    )
     measured = measure(configs, options, folder)
     steps = {arm: measured["asked"].get(arm.name, {}) for arm in configs}
     configs = resolve_arms(arms, on_device, steps)
-    config = next(iter(configs.values()))[1]
     most = max(1, torch.get_num_threads() // options.threads) if config.device == "cpu" else 1
     times = measured["step_time"]
     grid = Grid(
@@ -116,44 +125,32 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
         lrs=sorted({*options.lrs, config.lr}),
         print_commands=options.print_commands,
     )
-    seeds = [*grid.seeds, config.seed + SEARCH] if len(grid.lrs) > 1 else [*grid.seeds]
-    for cell in (Cell(arm, lr, seed) for arm in configs for lr in grid.lrs for seed in seeds):
-        grid.record(cell)  # refuses runs with other settings before anything is written
+    for arm, lr, seed in product(configs, grid.lrs, [*grid.seeds, config.seed + SEARCH]):
+        grid.record(Cell(arm, lr, seed))  # refuses runs with other settings before anything is written
     (folder / "cells").mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / COSTS, json.dumps(measured, indent=2) + "\n")
+    if options.equal != "tokens":
+        write_atomically(folder / COSTS, json.dumps(measured, indent=2) + "\n")
     return grid
 
 
 def measure(configs: Configs, options: AblationConfig, folder: Path) -> dict[str, Any]:
     """What `COSTS` holds: the relative time of a step of each arm, by name, and the steps that follow from --equal.
 
-    What the folder has stays, also if arms are added. Without --equal time, the measurement is brief, and there is none
-    on a GPU or of compiled steps. Raises ValueError if the steps follow from another command.
+    Steps are timed with --equal time. What the folder has stays, also if arms are added. Raises ValueError if the steps
+    follow from another command.
     """
     baseline, (_, config) = next(iter(configs.items()))
     here: dict[str, Any] = {"equal": options.equal, "baseline": baseline.name, "steps": config.steps}
-    times: dict[str, float] = {}
-    if (folder / COSTS).exists():
-        there = read_json(folder / COSTS, dict)
-        for name, value in here.items():
-            same = there.get(name) == value or there.get("equal") == options.equal == "tokens"
-            require(same, f"{folder} was made with {name} {there.get(name)}, not {value}; choose another --out")
-        times = there["step_time"] if there | here == there else {}
-    plain = config.device == "cpu" and not any(config.compile for _, config in configs.values())
-    wanted = options.equal == "time" or (plain and not options.print_commands)
-    if wanted and any(arm.name not in times for arm in configs):
-        found = step_times(configs, options.threads, briefly=options.equal != "time")
+    there = read_json(folder / COSTS, dict) if (folder / COSTS).exists() else here
+    for name, value in here.items():
+        made = there.get(name)
+        require(made == value, f"{folder} was made with {name} {made}, not {value}; choose another --out")
+    times: dict[str, float] = there.get("step_time", {})
+    if options.equal == "time" and any(arm.name not in times for arm in configs):
+        found = step_times(configs, options.threads)
         times = {arm.name: round(middle, 4) for arm, (middle, *_) in found.items()} | times
     asked = {arm.name: asked for arm, asked in equal_steps(configs, options.equal, times).items()}
     return here | {"step_time": times, "asked": asked}
-
-
-def prepare_text(configs: Configs) -> Prepared:
-    """The text that all arms share."""
-    model, config = next(iter(configs.values()))
-    context = max(model.context for model, _ in configs.values())
-    cache, val_names, column = Path(config.cache_dir), config.val_data, config.text_column
-    return prepare(config.data, config.tokenizer, model.vocab_size, cache, context, val_names=val_names, column=column)
 
 
 def run_ablation(grid: Grid, command: str) -> list[str]:
@@ -168,6 +165,5 @@ def run_ablation(grid: Grid, command: str) -> list[str]:
         cells = dict.fromkeys([*grid.reported(optima), *grid.planned])
         records = [grid.record(cell) for cell in cells]
         if any(record.ended for record in records):
-            notes = [f"{line}." for line in dict.fromkeys(warned) if line.startswith("skipped: ")]
-            summary = make_report(grid.folder, records, command, notes)
+            summary = make_report(grid.folder, records, command)
     return summary

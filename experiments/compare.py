@@ -42,23 +42,22 @@ def main(arguments: list[str]) -> None:
 
 
 def find_records(folders: list[Path]) -> list[Record]:
-    """The runs in all folders. Raises ValueError if one has no run, or is named twice.
+    """The runs in all folders. Raises ValueError if one has no run.
 
     Files beside runs are ignored. A run that an earlier report has as well counts once, so that `runs/*` names all.
     """
     found: dict[Any, Record] = {}
-    named = [folder.resolve() for folder in folders]
-    for folder in (folder for folder in folders if not folder.is_file()):
-        require(named.count(folder.resolve()) == 1, f"{folder} is named twice")
+    for folder in folders:
+        if folder.is_file():
+            continue
         file, cells = folder / "runs.csv", {path.parent.name for path in folder.glob("cells/*/run.json")}
-        require(file.exists() or not cells, f"{folder} has no report yet; continue it, or name runs in {folder}/cells")
         records = read_csv(file) if file.exists() else [read_run(folder)]
         if others := cells - {record.run for record in records}:
             warn(f"{len(others)} runs in {folder}/cells are left out, because runs.csv does not have them")
         for record in records:
             if (record.path / "run.json").exists():
                 record = read_run(record.path, record)
-            same = Path(record.run).name, record.step, record.seconds, record.val_bpb, record.ended or record.folder
+            same = Path(record.run).name, record.seconds, record.val_bpb, record.ended or record.folder
             if same not in found or record.log:
                 found[same] = record
     require(len(found) > 1, f"compare needs at least two runs, not {len(found)}")
@@ -71,7 +70,11 @@ def read_run(folder: Path, planned: Record | None = None) -> Record:
     run, log = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     resolved = DEFAULTS | run["resolved"]
     values: dict[str, Any] = outcome(log, resolved["steps"], resolved["vocab_size"])
-    values |= {"machine": machine_of(run), "commit": str(run["commit"]), "lost": run["tokenizer"].get("lost", 0.0)}
+    values |= {
+        "machine": machine_of(run),
+        "commit": str(run["commit"]),
+        "lost": run["tokenizer"].get("lost", 0.0),
+    }
     if planned:
         return replace(planned, **values)
     values |= {"lr": resolved["lr"], "seed": resolved["seed"], "settings": settings_of(run), "run": str(folder)}

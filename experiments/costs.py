@@ -1,7 +1,6 @@
 """What arms cost: parameters, FLOPs and the time of a step. And the steps with which they cost the same."""
 
 import math
-import time
 from collections.abc import Mapping
 from statistics import median
 from typing import Any
@@ -18,7 +17,6 @@ Configs = Mapping[Arm, tuple[ModelConfig, TrainConfig]]
 Interval = tuple[float, float, float]  # a median, and both ends of its 95% interval
 EQUAL = ("tokens", "flops", "time")
 ROUNDS, MOST_ROUNDS = 100, 500  # of steps, before and after which a measurement does not end
-BRIEFLY = 5.0  # seconds of a measurement on which nothing depends
 PRECISE = 0.03  # half of an interval is at most so much of its median
 
 
@@ -31,11 +29,11 @@ def costs(model_config: ModelConfig, config: TrainConfig) -> dict[str, Any]:
     return {"parameters": parameters, "tokens": tokens, "flops": float(tokens * flops_per_token(model))}
 
 
-def step_times(arms: Configs, threads: int, briefly: bool) -> dict[Arm, Interval]:
+def step_times(arms: Configs, threads: int) -> dict[Arm, Interval]:
     """The time of a training step over that of the first arm of its size. All arms take their steps in turn.
 
-    Steps are as in a run with so many `threads`, on random tokens. Rounds end when all intervals are narrow. If some
-    stay wide, as on a busy machine, raises ValueError; or `briefly`, after five seconds, leaves these out.
+    Steps are as in a run with so many `threads`, on random tokens. Rounds end when all intervals are narrow. Raises
+    ValueError if some stay wide, as on a busy machine.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -43,26 +41,25 @@ def step_times(arms: Configs, threads: int, briefly: bool) -> dict[Arm, Interval
     steps = {arm: Step(Llama(model).to(device), config, whole=True) for arm, (model, config) in arms.items()}
     first = {arm.size: arm for arm in reversed([*arms])}
     ratios: dict[Arm, list[float]] = {arm: [] for arm in arms}
-    least, most = (10, ROUNDS) if briefly else (ROUNDS, MOST_ROUNDS)
-    started = time.monotonic()
-    for number in range(-3, most):
+    found: dict[Arm, Interval] = {}
+    for number in range(-3, MOST_ROUNDS):
         order = [*steps] if number % 2 else [*reversed(steps)]
         seconds = {arm: host_seconds(steps[arm], device) for arm in order}
         if number >= 0:  # the first ones compile, and allocate the optimizers' state
             for arm in arms:
                 ratios[arm].append(seconds[arm] / seconds[first[arm.size]])
-        found = {arm: interval(each) for arm, each in ratios.items() if number + 1 >= least}
-        if (found and all(map(precise, found.values()))) or (briefly and time.monotonic() - started > BRIEFLY):
-            break
+        if number + 1 >= ROUNDS:
+            found = {arm: interval(each) for arm, each in ratios.items()}
+            if all(map(precise, found.values())):
+                break
     torch.set_num_threads(before)
     steps.clear()
     if device.type != "cpu":
         torch.accelerator.empty_cache()  # the runs need the memory
-    if not briefly:
-        worst = middle, low, high = max(found.values(), key=lambda each: each[2] - each[1])
-        busy = f"a step takes {middle:.2f} ({low:.2f} to {high:.2f}) times as long; try again later"
-        require(precise(worst), f"--equal time: this machine is busy: {busy}")
-    return {arm: each for arm, each in found.items() if precise(each)}
+    worst = middle, low, high = max(found.values(), key=lambda each: each[2] - each[1])
+    busy = f"a step takes {middle:.2f} ({low:.2f} to {high:.2f}) times as long; try again later"
+    require(precise(worst), f"--equal time: this machine is busy: {busy}")
+    return found
 
 
 def interval(values: list[float]) -> Interval:

@@ -76,11 +76,6 @@ class Finding:
         return WORSE if found.mean > 0 else BETTER, ""
 
     @property
-    def shown(self) -> bool:
-        """Whether the test finds a difference."""
-        return self.verdict[0] in (BETTER, WORSE)
-
-    @property
     def words(self) -> str:
         """The verdict. Without a search for learning rates it holds for those that were used."""
         verdict, _ = self.verdict
@@ -178,7 +173,7 @@ class Comparison:
     @property
     def against(self) -> str:
         """What arms are compared with."""
-        names = {base.without_size.name for base in map(self.baselines.get, self.found) if base}
+        names = {self.baselines[arm].without_size.name for arm in self.found}
         if len(names) == 1:
             return names.pop() + (" of the same size" if self.trends else "")
         known = all(run.known for run in self.runs)

@@ -7,12 +7,12 @@ seeds, and so their initial weights and batches: they are compared in pairs.
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -24,7 +24,7 @@ from config import Asked, ModelConfig, TrainConfig, flag_name
 from data.prepare import Prepared
 from experiments.rates import Losses, Optimum, find_optimum, losses_of, next_runs
 from experiments.records import RESUMED_WITH, SEARCH, UNNAMED, Arm, Record, outcome, settings_of
-from files import Ended, InUse, require, warn
+from files import Ended, require
 from machine.device import pick_device
 from machine.process import NotFinite, Stopped, bad_input, stop_requests
 from runtime.flags import to_flags
@@ -41,8 +41,7 @@ class CellFailed(Ended):
     """A run that this command started has failed with exit code `code`. `line` is its error or its last line."""
 
     def __init__(self, cell: str, code: int, line: str):
-        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
-        super().__init__(f"{cell}: {killed or line.removeprefix('error: ') or f'exit code {code}'}")
+        super().__init__(f"{cell}: exit code {code}: {line.removeprefix('error: ')}")
         self.code = max(1, code)
 
 
@@ -148,16 +147,13 @@ class Grid:
                             continue
                         del running[cell]
                         free.append(device)
-                        if process.returncode == InUse.code:  # a process of a killed command holds the lock: retry
-                            warn(f"waiting for {self.cell_folder(cell)}, which another process uses")
-                            waiting.append(cell)
-                            continue
                         records[cell] = self.record(cell)
                         if not records[cell].ended or process.returncode not in (0, NotFinite.code):
                             log = self.log(cell)
                             raise CellFailed(str(log), process.returncode, last_line(log))
                         bar.update()
-                        bar.write(str(records[cell]))
+                        bpb = records[cell].val_bpb
+                        bar.write(f"{cell.name}: {'diverged' if bpb is None else f'val_bpb {bpb:.4f}'}")
             finally:
                 for process, _ in running.values():
                     process.terminate()
@@ -217,18 +213,18 @@ class Grid:
         losses: dict[Arm, Losses] = {}
         wanted: dict[Arm, tuple[Sequence[float], int]] = dict.fromkeys(self.configs, (self.lrs, 1))
         for _ in range(WIDEN + 1):
-            found |= self.run(
-                [
-                    Cell(arm, lr, self.seeds.start + SEARCH + number)
-                    for arm, (rates, count) in wanted.items()
-                    for lr in rates
-                    for number in range(count)
-                ]
-            )
+            cells = [
+                Cell(arm, lr, self.seeds.start + SEARCH + number)
+                for arm, (rates, count) in wanted.items()
+                for lr, number in product(rates, range(count))
+            ]
+            found |= self.run(cells)
             losses |= {arm: losses_of(found[cell] for cell in found if cell.arm == arm) for arm in wanted}
-            wanted = {arm: more for arm in wanted if (more := next_runs(losses[arm], len(self.seeds)))}
-            lowest = {arm: self.configs[arm][1].min_lr for arm in wanted}  # train.py refuses rates below
-            wanted = {arm: (rates, count) for arm, (rates, count) in wanted.items() if rates[0] >= lowest[arm]}
+            following = {arm: next_runs(losses[arm], len(self.seeds)) for arm in wanted}
+            wanted = {}
+            for arm, more in following.items():
+                if more and more[0][0] >= self.configs[arm][1].min_lr:  # train.py refuses lower rates
+                    wanted[arm] = more
             if not wanted:
                 break
         return {arm: find_optimum(losses[arm]) for arm in self.configs}

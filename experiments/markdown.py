@@ -10,9 +10,8 @@ def markdown(text: str) -> str:
 
 
 def _block(block: str) -> str:
-    if heading := re.fullmatch(r"(#+) (.*)", block):
-        level = len(heading[1])
-        return f"<h{level}>{_inline(heading[2])}</h{level}>"
+    if block.startswith("## "):
+        return f"<h2>{_inline(block[3:])}</h2>"
     if not block.startswith("|"):
         return f"<p>{_inline(block)}</p>"
     titles, _, *rows = ([_inline(cell.strip()) for cell in line.split("|")[1:-1]] for line in block.splitlines())
@@ -22,7 +21,5 @@ def _block(block: str) -> str:
 
 
 def _inline(text: str) -> str:
-    def tagged(found: re.Match) -> str:
-        return f"<code>{found[1]}</code>" if found[1] else f"<strong>{found[2]}</strong>"
-
-    return re.sub(r"`([^`]+)`|\*\*([^`]+?)\*\*", tagged, escape(text))
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", text)

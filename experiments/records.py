@@ -104,12 +104,9 @@ class Record:
     def steps(self) -> int:
         return int(self.options.get("steps", UNNAMED["steps"]))
 
-    def __str__(self) -> str:
-        result = f"diverged at step {self.step}" if self.diverged else f"val_bpb {self.val_bpb:.4f}"
-        return f"{self.arm.name}, lr {self.lr:g}, seed {self.seed}: {result}"
 
-
-COLUMNS = {each.name: each.type for each in fields(Record) if each.name not in ("arm", "settings", "log", "folder")}
+TYPES = {each.name: (*get_args(each.type), each.type)[0] for each in fields(Record)}
+COLUMNS = {name: kind for name, kind in TYPES.items() if name not in ("arm", "settings", "log", "folder")}
 
 
 def outcome(log: list[Row], steps: int, vocab_size: int) -> dict[str, Any]:
@@ -231,14 +228,11 @@ def _read_table(file: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _read(text: str, kind: Any, what: str) -> Any:
-    """A value of type `kind`, which may be optional. Raises ValueError, naming `what` it is."""
-    kind = next((each for each in get_args(kind) if each is not type(None)), kind)
+    """A value of type `kind`. Raises ValueError, naming `what` it is."""
     try:
-        value = {"True": True, "False": False}[text] if kind is bool else kind(text)
+        return {"True": True, "False": False}[text] if kind is bool else kind(text)
     except (KeyError, ValueError):
         raise ValueError(f"{what} is {text!r}, not of type {kind.__name__}") from None
-    require(kind is not float or math.isfinite(value), f"{what} is {text}, which is not finite")
-    return value
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -275,8 +269,8 @@ def name_arms(records: list[Record]) -> tuple[list[Record], list[str]]:
         names.append(max(differing, key=lambda name: count(*names, name)))
     names = sorted(names or factors or ["norm", "placement"], key=[*factors, *order].index)
     leading = [name for name in ("recipe", "tokenizer", SIZE) if name in names]
-    others = [name for name in differing if name not in (*names, "lr", "folder")]
-    others = [name for name in others if not unknown and count(*leading, name) > count(*leading)]
+    others = [name for name in differing if count(*leading, name) > count(*leading)]
+    others = [] if unknown else [name for name in others if name not in (*names, "lr", "folder")]
     if len({record.lost > 0 for record in records}) > 1:
         for each, record in zip(given, records, strict=True):
             each[LOSSY] = f"lossy ({100 * record.lost:.2g}%)" if record.lost else ""

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 from experiments.costs import PRECISE
 from experiments.findings import (
     AS_GOOD,
-    AT_A_RATE,
     MARGIN,
     NO_VERDICT,
     SEEDS,
-    UNDECIDED,
     VERDICTS,
     Comparison,
     Finding,
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 NONE = "–"
 INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
 FEW = 3  # compared arms; the conclusion has no numbers of more
-MANY = 6  # more arms that are undecided for one reason are counted in the conclusion, not named
 HOW_TO_READ = (
     "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences are paired: "
     "each seed gives both arms the same batches and, as far as shapes allow, the same initial weights. Below zero is "
@@ -69,10 +66,8 @@ LADDER = (
 
 def verdicts(found: Comparison) -> str:
     """What is shown of each arm, and at which learning rates."""
-    lrs = {run.lr for run in found.runs}
-    rates = f"at learning rate {min(lrs):g}, which was not tuned"
-    if len(lrs) > 1:
-        rates = "at learning rates that differ and were not tuned"
+    lrs = [run.lr for run in found.runs]
+    rates = f"at learning rate {span(lrs, '{:g}'.format)}, which was not tuned"
     if found.search:
         rates = "each at its own best learning rate" if found.tuned else "at learning rates that were not all tuned"
     parts = []
@@ -86,15 +81,11 @@ def verdicts(found: Comparison) -> str:
     if alone:
         means = listed([f"{arm.name} (val_bpb {mean_of(found.arms[arm].runs)})" for arm in alone])
         parts.append(f"Not compared, as no other arm has the same text and batches: {means}.")
-    text = " ".join(parts)
-    return text.replace(AT_A_RATE, " at these rates") if len(lrs) > 1 else text
+    return " ".join(parts)
 
 
 def by_verdict(found: Mapping[Arm, Finding]) -> str:
-    """`a and b are better; c is undecided`, with numbers if these are few. Many undecided arms are only counted.
-
-    In a ladder: `a (dim=32, dim=64) is better`.
-    """
+    """`a and b are better; c is undecided`, with numbers if these are few."""
     few, parts = len(found) <= FEW, []
     groups = grouped(((each.words, *each.verdict), arm) for arm, each in found.items())
     order = [*VERDICTS, NO_VERDICT]
@@ -105,13 +96,8 @@ def by_verdict(found: Mapping[Arm, Finding]) -> str:
             parts.append(f"one seed, so no verdict: {differences}")
             continue
         names = [f"{arm.name}{numbers(found[arm]) if few else ''}" for arm in arms]
-        if arms[0].size and not few:
-            at = grouped((arm.without_size.name, arm.size.split(",")[0]) for arm in arms)
-            names = [f"{name} ({', '.join(widths)})" for name, widths in at.items()]
-        are = f"{listed(names)} {'are' if len(names) > 1 else 'is'}"
-        if verdict == UNDECIDED and len(arms) > MANY:
-            are = f"{len(arms)} of {len(found)} are"
-        parts.append(f"{are} {words}" + (f", as {reason}" if reason else ""))
+        are = "are" if len(names) > 1 else "is"
+        parts.append(f"{listed(names)} {are} {words}" + (f", as {reason}" if reason else ""))
     return "; ".join(parts)
 
 
@@ -176,10 +162,9 @@ def resolution(found: Comparison) -> str:
     for name, what in (("time", "as long"), ("FLOPs", "the FLOPs")):
         relative = relative_costs(found, name, of_a_step=True)
         others = {arm: ratio for arm, ratio in relative.items() if abs(ratio - 1) > PRECISE}
-        names = {arm.without_size.name for arm in others}
-        if names:
-            of = f" of {names.pop()}" if len(names) == 1 else ""
-            parts.append(f"a step{of} takes {span([*others.values()], '{:.2f}'.format)} times {what}")
+        if others:
+            names = listed([*dict.fromkeys(arm.without_size.name for arm in others)])
+            parts.append(f"a step of {names} takes {span([*others.values()], '{:.2f}'.format)} times {what}")
     text = "; ".join(parts)
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
@@ -191,18 +176,12 @@ def listed(names: Sequence[str]) -> str:
 
 def numbers(finding: Finding) -> str:
     """` (−0.040 ± 0.033, p = 0.035)`, or nothing if some seeds are missing."""
-    p = "" if finding.p is None else f", p = {digits_of(finding.p)}"
+    p = "" if finding.p is None else f", p = {finding.p:.3g}"
     return f" ({signed(finding)}{p})" if finding.complete and len(finding.values) > 1 else ""
 
 
 def signed(finding: Finding) -> str:
     return f"{finding.estimate:+.3f}".replace("-", "−")
-
-
-def digits_of(p: float) -> str:
-    """Two digits of a p-value, or as many as show on which side of `ALPHA` it is."""
-    rounded = (f"{p:.{digits}g}" for digits in range(2, 18))
-    return next(text for text in rounded if (float(text) < ALPHA) == (p < ALPHA))
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -223,7 +202,7 @@ def mean_of(runs: Sequence[Record]) -> str:
 def columns_of(finding: Finding) -> list[str]:
     """A difference, the verdict, p, and what is detectable."""
     detectable = NONE if finding.detectable is None else f"{finding.detectable:.4f}"
-    p = NONE if finding.p is None else digits_of(finding.p) if finding.p >= 1e-4 else "< 0.0001"
+    p = NONE if finding.p is None else f"{finding.p:.3g}"
     return [statistic(finding), finding.words, p, detectable]
 
 
@@ -246,17 +225,6 @@ def ladder_table(found: Comparison) -> str:
     """A row for each arm: how its difference changes with compute."""
     rows = [[arm.name, *columns_of(slope)] for arm, slope in found.trends.items()]
     return table(["arm", "slope for each doubling (n)", "trend", "p", "detectable"], rows)
-
-
-def factor_table(found: Comparison) -> str:
-    """Arms that differ in one factor, such as post − pre within AdamW."""
-    rows = []
-    for (arm, other), finding in found.pairs.items():
-        shared = tuple(factor for factor in arm.factors if factor in other.factors)
-        if len(shared) == len(arm.factors) - 1:
-            one, zero = (Arm(tuple({*each.factors} - {*shared})).name for each in (arm, other))
-            rows.append([f"{one} − {zero}", Arm(shared).name, *columns_of(finding)])
-    return table(["difference", "within", "difference (n)", "verdict", "p", "detectable"], rows)
 
 
 def search_table(found: Comparison) -> str:
@@ -285,11 +253,8 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def make_report(folder: Path, records: list[Record], command: str = "", notes: Collection[str] = ()) -> list[str]:
-    """Write `runs.csv`, `arms.csv`, `report.json`, `table.md`, `report.html` and the figures. Returns the summary.
-
-    Figures that only an earlier report had are deleted. `notes` are said beside the command.
-    """
+def make_report(folder: Path, records: list[Record], command: str = "") -> list[str]:
+    """Write `runs.csv`, `arms.csv`, `report.json`, `table.md`, `report.html` and the figures. Returns the summary."""
     records, others = name_arms(records)
     found, ended = compare(records), sum(run.ended for run in records)
     summary = [f"**Partial: the search for learning rates has not ended; {ended} of its runs have.**", "", ""]
@@ -306,29 +271,24 @@ def make_report(folder: Path, records: list[Record], command: str = "", notes: C
         write_atomically(folder / f"{name}.csv", file.getvalue())
     write_atomically(folder / "report.json", json.dumps(for_scripts(found, summary, arms), indent=2) + "\n")
     machines = known_values(run.machine for run in records)
-    about = [f"`{command}`" if command else "", "; ".join([seeds_of(found), *machines]), *notes, *HOW_TO_READ]
-    sections, more = [], []
+    about = [f"`{command}`" if command else "", "; ".join([seeds_of(found), *machines]), *HOW_TO_READ]
+    sections = [*summary]
     if found.arms:
         sections += ["## Comparison", comparison_table(found)]
     if found.trends:
         sizes = "; ".join(f"{size}: {flops:.2g}" for size, flops in found.flops.items())
         sections += ["## Effect over compute", f"{LADDER}{sizes}.", ladder_table(found)]
-    if len(found.pairs) > len(found.found):
-        more += ["## One factor at a time", factor_table(found)]
     if found.search:
-        more += ["## Learning rates", SEARCH, search_table(found)]
-    first, middle, last = ("\n\n".join(filter(None, part)) for part in ([*summary, *sections], more, about))
-    write_atomically(folder / "table.md", "\n\n".join(filter(None, (first, middle, last))) + "\n")
-    figures = figures_of(found)
-    for name in ("differences", "curves", "watch"):
+        sections += ["## Learning rates", SEARCH, search_table(found)]
+    first, last = ("\n\n".join(filter(None, part)) for part in (sections, about))
+    write_atomically(folder / "table.md", f"{first}\n\n{last}\n")
+    parts = [markdown(first)]
+    for name, plot in figures_of(found).items():
         for kind in ("png", "svg", "pdf"):
-            if name in figures:
-                save_plot(figures[name], folder / f"{name}.{kind}")
-            else:
-                (folder / f"{name}.{kind}").unlink(missing_ok=True)
-    parts = [markdown(first), *(figure(plot, alt=f"{name} of the arms") for name, plot in figures.items())]
-    parts += [markdown(middle), details("How to read this", markdown(last))]
-    parts += [details("Settings of the first arm", settings_list(records[0].options))]
+            save_plot(plot, folder / f"{name}.{kind}")
+        parts.append(figure(plot, alt=f"{name} of the arms"))
+    parts.append(details("How to read this", markdown(last)))
+    parts.append(details("Settings of the first arm", settings_list(records[0].options)))
     write_atomically(folder / "report.html", page(folder.resolve().name, parts))
     return [*filter(None, summary)]
 
@@ -339,7 +299,13 @@ def arm_rows(found: Comparison) -> list[Row]:
     for arm in found.ordered:
         group, run = found.arms[arm], found.arms[arm].runs[0]
         mean = Finding([*group.bpb.values()], len(group.runs))
-        row = {"arm": arm.name, **dict(arm.factors), "lr": run.lr, "seeds": mean.planned, "n": len(mean.values)}
+        row = {
+            "arm": arm.name,
+            **dict(arm.factors),
+            "lr": run.lr,
+            "seeds": mean.planned,
+            "n": len(mean.values),
+        }
         row |= {"val_bpb": mean.row.get("difference"), "val_bpb_half_width": mean.row.get("half_width")}
         row |= {"diverged": sum(run.diverged for run in group.runs), "dtype": run.options.get("dtype")}
         row |= {name: getattr(run, name) for name in (*COSTS, "lost")}
@@ -351,7 +317,6 @@ def arm_rows(found: Comparison) -> list[Row]:
 
 def for_scripts(found: Comparison, summary: list[str], arms: list[Row]) -> Row:
     """What report.json contains."""
-    runs = found.runs
     pairs = [{"arm": arm.name, "baseline": other.name, **each.row} for (arm, other), each in found.pairs.items()]
     slopes = [{"arm": arm.name, **each.row, "flops": found.flops} for arm, each in found.trends.items()]
     return {
@@ -359,14 +324,9 @@ def for_scripts(found: Comparison, summary: list[str], arms: list[Row]) -> Row:
         "arms": arms,
         "comparisons": pairs,
         "slopes": slopes,
-        "tests": max((each.tests for each in found.pairs.values()), default=0),
-        "correction": "Holm",
         "alpha": ALPHA,
         "margin": MARGIN,
         "tuned": found.tuned,
-        **{name: known_values(run.options.get(name) for run in runs) for name in ("data", "tokenizer", "dtype")},
-        "commits": known_values(run.commit for run in runs),
-        "machines": known_values(run.machine for run in runs),
     }
 
 
@@ -375,8 +335,7 @@ def known_values(values: Iterable[str | None]) -> list[str]:
 
 
 def seeds_of(found: Comparison) -> str:
-    seeds = sorted({run.seed for run in found.runs})
-    return f"seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"seed {seeds[0]}" if seeds else "no seeds yet"
+    return f"seeds {', '.join(map(str, sorted({run.seed for run in found.runs})))}"
 
 
 def figures_of(found: Comparison) -> dict[str, "Figure"]:
@@ -384,12 +343,13 @@ def figures_of(found: Comparison) -> dict[str, "Figure"]:
     figures: dict[str, Figure] = {}
     styles = arm_styles(found.arms)
     seeds = seeds_of(found)
-    if any(each.values for each in found.found.values()):
+    if found.found:
         figures["differences"] = plot_differences(found.found, f"Difference from {found.against}, {seeds}", styles)
     ended = [run for arm in found.ordered for run in found.arms[arm].runs if run.ended and run.log]
     if curves := plot_curves(ended, styles, f"Means of {seeds}"):
         figures["curves"] = curves
-    logs = {run.arm.name: read_rows(run.path / "watch.jsonl") for run in ended}  # of each arm's last seed
-    if watched := {name: log for name, log in logs.items() if log}:
+    # Of each arm's last seed.
+    watched = {run.arm.name: log for run in ended if (log := read_rows(run.path / "watch.jsonl"))}
+    if watched:
         figures["watch"] = plot_watched(watched, styles)
     return figures

@@ -41,7 +41,6 @@ class Estimate:
 
     def __format__(self, spec: str) -> str:
         """`+0.0123 ± 0.0045`, or `+0.0123` for a single value; `spec` formats both numbers, its sign only the mean."""
-        spec = spec or "+.4f"
         half = "" if self.half_width is None else f" ± {self.half_width:{spec.lstrip('+')}}"
         return f"{self.mean:{spec}}{half}"
 

@@ -5,12 +5,8 @@ from typing import Any
 
 from experiments.records import Arm, Record
 
-KNOWN: dict[str, str] = {
-    "data": "python@123456789abc",
-    "tokenizer": "bytes@123456789abc",
-    "dtype": "float32",
-    "steps": "20",
-}
+KNOWN: dict[str, str] = {"data": "python@123456789abc", "tokenizer": "bytes@123456789abc"}
+KNOWN |= {"dtype": "float32", "steps": "20"}
 COSTS = {"parameters": 230_016, "tokens": 512_000, "flops": 8e11, "step_time": 1.0}
 
 
@@ -33,8 +29,5 @@ def records(bpb: Mapping[Any, Sequence[float | None]], **values: Any) -> list[Re
 
 def search(arm: Arm, losses: Mapping[float, Sequence[float | None]], **values: Any) -> list[Record]:
     """The runs that searched for an arm's learning rate."""
-    return [
-        record(arm, 1000 + number, bpb, lr=lr, search=True, **values)
-        for lr, each in losses.items()
-        for number, bpb in enumerate(each)
-    ]
+    pairs = [(lr, number, bpb) for lr, each in losses.items() for number, bpb in enumerate(each)]
+    return [record(arm, 1000 + number, bpb, lr=lr, search=True, **values) for lr, number, bpb in pairs]

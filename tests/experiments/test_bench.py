@@ -111,18 +111,3 @@ def test_every_command_of_the_list_for_a_gpu_is_valid(tmp_path, monkeypatch, ref
         else:
             assert program == "-m" and arguments[0] == "pytest"
     assert refused(bench.main, ["gpu"]).startswith("error: bench.py gpu is gone: bash results/gpu.sh ")
-
-
-def test_calls_alternate_and_warmup_rounds_do_not_count(monkeypatch):
-    """A clock that only the calls advance: 90 seconds each at first, then those below, whose medians are 2 and 5."""
-    now, made = [0.0], list[str]()
-    monkeypatch.setattr(benchmarks.time, "perf_counter", lambda: now[0])
-    seconds = {"a": iter([90, 90, 1, 2, 9]), "b": iter([90, 90, 8, 4, 5])}
-
-    def call(name: str) -> None:
-        now[0] += next(seconds[name])
-        made.append(name)
-
-    calls = {"a": lambda: call("a"), "b": lambda: call("b")}
-    assert benchmarks.time_alternately(calls, 3, torch.device("cpu")) == {"a": 2, "b": 5}
-    assert made == ["a", "b"] * (3 + benchmarks.WARMUP_ROUNDS)

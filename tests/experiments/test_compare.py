@@ -99,16 +99,12 @@ def test_cells_that_runs_csv_has_count_as_they_are_now(make):
 def test_what_is_no_run_or_damaged_is_refused_in_a_line_and_nothing_is_written(make, refused):
     Path(shutil.copytree(make("a", 2.0), "log"), "metrics.jsonl").write_text("garbage\n")
     Path(shutil.copytree("a", "run"), "run.json").write_text("{}")
-    shutil.copytree("a", "part/cells/a")
     Path("csv").mkdir()
     Path("csv/runs.csv").touch()
     wrong = {"csv": "csv/runs.csv lacks the column 'lr'", "log": "log/metrics.jsonl is d", "run": "run/run.json"}
-    wrong |= {"part": "no report yet; continue it, or name runs in part/cells", "./a": "a is named twice"}
     wrong |= {"x": "x/run.json is missing"}
     for name, error in wrong.items():
         assert error in refused(ablate.main, ["compare", "a", name, "--out", "out"])
-    assert "at least two runs, not 1" in refused(ablate.main, ["compare", "a", "--out", "out"])
-    make("b", 2.0)
-    for out in ("a", "part"):
-        assert f"--out {out} holds runs" in refused(ablate.main, ["compare", "a", "b", "--out", out])
+    assert "at least two runs, not 1" in refused(ablate.main, ["compare", "a", "a", "--out", "out"])
+    assert "--out a holds runs" in refused(ablate.main, ["compare", "a", make("b", 2.0), "--out", "a"])
     assert not Path("out").exists()

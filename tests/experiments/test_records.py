@@ -13,16 +13,14 @@ from tests.experiments.made import KNOWN, records, search
 
 TRAINED = {"step": 20, "train_loss": 4.0, "seconds": 2.5}
 LAST = {"step": 20, "val_loss": 4.0, "val_bpb": 2.5}
-NOT_FINITE = {"step": 20, "not_finite": True}
 
 
 @pytest.mark.parametrize(
     "log, expected",
     [
         ([TRAINED | {"step": 10, "seconds": 1.0}, TRAINED, LAST], (False, 20, 4.0, 2.5, 2.5)),
-        ([TRAINED, LAST | {"val_loss": 5.54}], (False, 20, 5.54, 2.5, 2.5)),
         ([TRAINED, LAST | {"val_loss": 5.56}], (True, 20, 5.56, 2.5, 2.5)),  # a uniform prediction has ln 257 = 5.549
-        ([TRAINED, LAST, NOT_FINITE], (True, 20, None, None, 2.5)),
+        ([TRAINED, LAST, {"step": 20, "not_finite": True}], (True, 20, None, None, 2.5)),
         ([TRAINED | {"step": 10}, LAST | {"step": 10}], (False, 10, None, None, 2.5)),  # not at the end
         ([], (False, 0, None, None, None)),
     ],
@@ -36,31 +34,24 @@ def test_what_a_log_says(log, expected):
 def test_settings_are_what_can_change_a_result_and_is_not_at_its_default():
     """What is only saved, logged or watched is none. Micro-batches are one if a norm has statistics over them."""
 
-    def settings(imports: tuple = (), weights: str = "", **asked: Any) -> dict[str, str]:
+    def settings(imports: tuple = (), **asked: Any) -> dict[str, str]:
         run: dict[str, Any] = {"asked": asked, "resolved": fields_of(*configure(asked)), "imports": imports}
         run |= {"corpus": {"name": "text", "hash": "c" * 64}, "tokenizer": {"kind": "bytes", "hash": "d" * 64}}
-        run |= {"weights_from": {"sha256": {"model.safetensors": weights}}} if weights else {}
         del run["resolved"]["min_lr"]  # as before there was one
         return settings_of(run)
 
     derived = settings()
     assert derived.items() >= {"data": "text@cccccccccccc", "tokenizer": "bytes@dddddddddddd"}.items()
-    files = [({"file": "p.py", "sha256": digit * 8},) for digit in "12"]
-    weights: list[dict[str, Any]] = [{"init_from": "w", "tokenizer": "pretrained", "weights": digit} for digit in "12"]
     changes: list[tuple[dict[str, Any], dict[str, str]]] = [
         ({"seed": 5, "lr": 0.1, "out": "x", "keep": 9, "watch": 3, "micro_batch_size": 4, "recipe": "llama"}, {}),
         ({"norm": "dyt", "norm_args": {"alpha": 0.5}, "clip": 3.0}, {"norm": "dyt:alpha=0.5", "clip": "3"}),
         ({"norm": "batchnorm", "micro_batch_size": 4}, {"norm": "batchnorm", "micro_batch_size": "4"}),
         ({"device": "cuda:1", "steps": 500}, {"device": "cuda"}),
         ({"recipe": "olmo", "norm": "rmsnorm"}, {"recipe": "olmo"}),
-        ({"imports": files[0]}, {"imports": "p.py@111111"}),
+        ({"imports": ({"file": "p.py", "sha256": "1" * 8},)}, {"imports": "p.py@111111"}),
     ]
     for asked, expected in changes:
         assert dict(settings(**asked).items() - derived.items()) == expected
-    assert len({settings(**each)["init_from"] for each in weights}) == 2
-
-
-# --- runs.csv --------------------------------------------------------------------------------------------------------
 
 
 def test_runs_csv_comes_back_as_it_was(tmp_path, undrawn):
@@ -83,8 +74,6 @@ def test_runs_csv_comes_back_as_it_was(tmp_path, undrawn):
         ("val_bpb", "bpb", " lacks the column 'val_bpb'; it is not a runs.csv of this project"),
         ("0.01,1,", "fast,1,", ", line 3: lr is 'fast', not of type float"),
         ("0.01,1,", ",1,", ", line 3 has no learning rate or no seed"),
-        ("False,False", "no,False", ", line 2: search is 'no', not of type bool"),
-        ("2.25", "nan", ", line 2: val_loss is nan, which is not finite"),
         ("python@123456789abc", "a,b", ", line 2 does not have"),
         (None, "", " lacks the column 'lr'"),
     ],
@@ -98,31 +87,27 @@ def test_what_is_no_runs_csv_is_refused_in_a_line_that_names_it(old, new, messag
     assert str(error.value).startswith(f"{file}{message}")
 
 
-# --- names -----------------------------------------------------------------------------------------------------------
-
-GEMMA = {"recipe": "gemma3", "placement": "sandwich", "activation": "gelu"}
-STAR = [{"dim": "32"}, {"clip": "0"}, {"lr": "0.1"}, {"momentum": "0.5"}]  # no three options tell them apart
+GEMMA: dict[str, Any] = {"recipe": "gemma3", "placement": "sandwich", "activation": "gelu"}
+LOSSY = {"tokenizer": "hf@a", "vocab_size": "9", "lost": 0.1}
+STAR: list[dict[str, Any]] = [
+    {"dim": "32"},
+    {"clip": "0"},
+    {"lr": "0.1"},
+    {"momentum": "0.5"},
+]  # no three options tell them apart
 
 
 @pytest.mark.parametrize(
     "runs, names, others",
     [
-        ([{}, {"seed": 1}], ["rmsnorm pre"] * 2, []),
-        (
-            [{}, {"tokenizer": "hf@a", "vocab_size": "9", "lost": 0.1}],
-            [f"tokenizer={KNOWN['tokenizer']}", "tokenizer=hf@a lossy (10%)"],
-            [],
-        ),
+        ([{}, LOSSY], [f"tokenizer={KNOWN['tokenizer']}", "tokenizer=hf@a lossy (10%)"], []),
         ([{"lost": 0.1}, {"clip": "0", "lost": 0.1}], ["clip=1", "clip=0"], []),
-        ([{}, {"norm": "dyt:alpha=1"}], ["rmsnorm", "dyt:alpha=1"], []),
         ([{}, {"steps": "1000", "warmup": "50"}], ["steps=20", "steps=1000"], ["warmup"]),
         ([{}, {"lr": "0.03"}, {"lr": "0.03", "seed": 1}], ["lr=0.015", "lr=0.03", "lr=0.03"], []),
         ([{}, GEMMA], ["llama", "gemma3"], []),
         ([{}, GEMMA, GEMMA | {"clip": "0"}], ["llama clip=1", "gemma3 clip=1", "gemma3 clip=0"], []),
         ([{}, *STAR], ["dim=128 lr=0.015 momentum=0.85 clip=1", "dim=32 lr=0.015 momentum=0.85 clip=1"], []),
         ([{"folder": "x"}, {"folder": "y"}], ["x", "y"], []),  # the same options and seed
-        ([{"folder": "x/runs"}, {"folder": "y/runs"}], ["x/runs", "y/runs"], []),
-        ([{"folder": "x"}, {"folder": "y", "seed": 1}], ["rmsnorm pre"] * 2, []),
     ],
 )
 def test_arms_are_named_by_the_fewest_options_that_tell_them_apart(runs, names, others):
@@ -151,5 +136,3 @@ def test_factors_of_an_ablation_are_kept_and_those_of_two_ablations_joined():
     assert names(*(replace(run, folder="x/more", seed=5) for run in runs)) == ["rmsnorm", "dyt"]
     earlier = (replace(run, folder="x/old", seed=5, settings={}) for run in runs)
     assert names(*earlier) == ["rmsnorm folder", "dyt folder", "rmsnorm old", "dyt old"]
-    arm = Arm((("size", "dim=64,heads=4,steps=40"), ("norm", "dyt"), ("clip", "0")))
-    assert (arm.name, arm.without_size.name, Arm().name) == ("dim=64 dyt clip=0", "dyt clip=0", "model")

@@ -13,9 +13,9 @@ import pytest
 import scipy.stats
 
 from experiments.compare import find_records
-from experiments.findings import Finding, compare
+from experiments.findings import compare
 from experiments.records import Arm, Record, name_arms, read_csv
-from experiments.report import columns_of, make_report
+from experiments.report import make_report
 from experiments.statistics import holm
 from files import ROOT
 from tests.experiments.made import KNOWN, record, records, search
@@ -49,73 +49,38 @@ def changed(norm: str, runs: list[Record], **values: Any) -> list[Record]:
     return [replace(run, **values) if run.arm.name == norm else run for run in runs]
 
 
-# --- sentences -------------------------------------------------------------------------------------------------------
-
 MANY = shifted(dyt=0.001, none=1.0, layernorm=-1.0, derf=-2.0)
 MANY += records({"seednorm": [2.0, 3.4, 4.8], "groupnorm": [2.0, None, 3.0], "scalenorm": [2.0, 3.0, 4.0]})
-UNDECIDED = records({norm: [2.0, 3.4, 4.8] for norm in ("prmsnorm", "batchnorm", "a", "b", "c")})
 ONE, OTHER = records({"rmsnorm": [2.0], "dyt": [2.5]}), KNOWN | {"data": "text@ff"}
 ENDED = "as runs diverged or have not ended, here or in the baseline"
 NOT_FOUND = "as the best learning rate was not found, here or in the baseline"
 
 
+BETTER, WORSE = "layernorm (−0.100 ± 0.025, p = 0.00663) is better", "dyt (+0.100 ± 0.025, p = 0.00663) is worse"
+UNTUNED_ARM = shifted("rmsnorm", "layernorm", layernorm=-0.1, none=0.1)
+LONE = [*ONE, *records({"a": [2.0]}, settings=OTHER)]
+SEARCHING = changed("dyt", shifted("rmsnorm", "dyt")[3:], val_loss=None)
+STOPPED = [*records({"rmsnorm": [2.0, None], "dyt": [2.0, None]}), record(Arm.of(norm="dyt"), 2, 2.0, val_loss=None)]
 SENTENCES: list[tuple[list[Record], str]] = [
-    (
-        shifted(layernorm=-0.1, dyt=0.1),
-        f"Compared with rmsnorm{UNTUNED}layernorm (−0.100 ± 0.025, p = 0.0066) is better at this rate; dyt (+0.100 ± "
-        "0.025, p = 0.0066) is worse at this rate.",
-    ),
-    (
-        changed("dyt", shifted(dyt=0.1), lr=0.02),
-        "Compared with rmsnorm, at learning rates that differ and were not tuned: dyt (+0.100 ± 0.025, p = 0.0033) is "
-        "worse at these rates.",
-    ),
-    (
-        [*shifted("rmsnorm", "layernorm", layernorm=-0.1, none=0.1), *shifted("none", lr=1.0)[3:]],
-        f"Compared with rmsnorm{TUNED}layernorm (−0.100 ± 0.025, p = 0.0066) is better; none (+0.100 ± 0.025) is "
-        f"undecided, {NOT_FOUND}.",
-    ),
-    (
-        shifted("rmsnorm", "layernorm", layernorm=-0.1, none=0.1),
-        "Compared with rmsnorm, at learning rates that were not all tuned: layernorm (−0.100 ± 0.025, p = 0.0066) is "
-        f"better; none (+0.100 ± 0.025) is undecided, {NOT_FOUND}.",
-    ),
-    (
-        MANY,
-        f"Compared with rmsnorm{UNTUNED}derf and layernorm are better at this rate; none is worse at this rate; "
-        f"scalenorm is as good up to 0.01 at this rate; groupnorm is undecided, {ENDED}; dyt and seednorm are "
-        "undecided.",
-    ),
-    (MANY + UNDECIDED, "; 7 of 12 are undecided."),
-    (ONE, f"Compared with rmsnorm{UNTUNED}one seed, so no verdict: dyt +0.500."),
-    (
-        records({"rmsnorm": [2.0, 2.0], "dyt": [2.5, 2.502]}),
-        ": dyt (+0.501 ± 0.013, p = 0.0013) is undecided, as two seeds are too few to tell.",
-    ),
-    (
-        [*ONE, *records({"none": [2.0]}, settings=OTHER)],
-        ": dyt +0.500. Not compared, as no other arm has the same text and batches: none (val_bpb 2.0000 (1)).",
-    ),
-    (
-        [*ONE, *records({"none": [2.0], "derf": [2.25]}, settings=OTHER)],
-        f"Compared with the first arm with the same text and batches{UNTUNED}one seed, so no verdict: derf +0.250, dyt "
-        "+0.500.",
-    ),
-    (
-        [*records({"rmsnorm": [2.0, None], "dyt": [2.0, None]}), record(Arm.of(norm="dyt"), 2, 2.0, val_loss=None)],
-        f"**Partial: 4 of 5 runs have ended.** Compared with rmsnorm{UNTUNED}dyt is undecided, {ENDED}.",
-    ),
-    (
-        changed("dyt", shifted("rmsnorm", "dyt")[3:], val_loss=None),
-        "**Partial: the search for learning rates has not ended; 5 of its runs have.**",
-    ),
+    (shifted(layernorm=-0.1, dyt=0.1), f"Compared with rmsnorm{UNTUNED}{BETTER} at this rate; {WORSE} at this rate."),
+    (changed("dyt", shifted(dyt=0.1), lr=0.02), "rmsnorm, at learning rate 0.01 to 0.02, which was not tuned: dyt"),
+    ([*UNTUNED_ARM, *shifted("none", lr=1.0)[3:]], f"{TUNED}{BETTER}; none (+0.100 ± 0.025) is undecided, {NOT_FOUND}"),
+    (UNTUNED_ARM, f", at learning rates that were not all tuned: {BETTER}; none (+0.100 ± 0.025) is undecided, as"),
+    (MANY, "derf and layernorm are better at this rate; none is worse at this rate; scalenorm is as good up to 0.01"),
+    (MANY, f"at this rate; groupnorm is undecided, {ENDED}; dyt and seednorm are undecided."),
+    (records({"rmsnorm": [2.0, 2.0], "dyt": [2.5, 2.502]}), "is undecided, as two seeds are too few to tell."),
+    (LONE, f"Compared with rmsnorm{UNTUNED}one seed, so no verdict: dyt +0.500. Not compared, as no other arm has"),
+    (LONE, "no other arm has the same text and batches: a (val_bpb 2.0000 (1))."),
+    ([*LONE, *records({"b": [2.5]}, settings=OTHER)], "Compared with the first arm with the same text and batches, at"),
+    (STOPPED, f"**Partial: 4 of 5 runs have ended.** Compared with rmsnorm{UNTUNED}dyt is undecided, {ENDED}."),
+    (SEARCHING, "**Partial: the search for learning rates has not ended; 5 of its runs have.**"),
 ]
 
 
 @pytest.mark.parametrize("runs, sentence", SENTENCES, ids=range(len(SENTENCES)))
 def test_a_sentence_says_what_is_known(runs, sentence, summarize, tmp_path):
     found = summarize(runs)[0]
-    assert found == sentence or (found.endswith(sentence) and sentence[0] in ";:")
+    assert sentence in found
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["summary"] == found and report["tuned"] == (", each at its own" in found)
 
@@ -124,13 +89,8 @@ def test_a_sentence_says_what_is_known(runs, sentence, summarize, tmp_path):
     "changes, conditions, resolution",
     [
         ({}, "n = 3; 0.2M parameters, 0.5M tokens of python, float32; equal tokens.", f"{FOUR}0.031."),
-        (
-            {"step_time": 1.27, "parameters": 9000},
-            "9,000 to 0.2M parameters",
-            "; a step of dyt takes 1.27 times as long.",
-        ),
+        ({"step_time": 1.27, "parameters": 9000}, "9,000 to 0.2M parameters", "step of dyt takes 1.27 times as long."),
         ({"step_time": 1.02, "flops": 8.1e11}, "; equal tokens.", f"{FOUR}0.031."),
-        ({"flops": 1e12}, "; equal tokens.", "; a step of dyt takes 1.25 times the FLOPs."),
         ({"tokens": 409_600, "step_time": 1.3}, "; equal FLOPs.", "1.30 times as long."),
         ({"tokens": 409_600, "flops": 9e11, "settings": KNOWN | {"steps": "10"}, "step_time": 2.0}, "; equal time", ""),
         ({"tokens": 409_600, "flops": 9e11, "step_time": None}, "; at different costs.", "takes 1.12 times the FLOPs."),
@@ -138,13 +98,9 @@ def test_a_sentence_says_what_is_known(runs, sentence, summarize, tmp_path):
     ],
 )
 def test_conditions_and_costs_are_said_where_they_differ(changes, conditions, resolution, summarize):
-    """By more than 3%, to which the time of a step is measured. Several arms get a median and a range."""
+    """By more than 3%, to which the time of a step is measured."""
     summary = summarize(changed("dyt", shifted(dyt=0.1), **changes))
     assert conditions in summary[1] and summary[2].startswith(FOUR) and summary[2].endswith(resolution)
-    runs = changed("dyt", shifted(dyt=0.1, none=0.2, derf=0.3, seednorm=0.4), step_time=0.8)
-    for norm in ("none", "derf", "seednorm"):
-        runs = changed(norm, runs, step_time=1.3)
-    assert summarize(runs)[2] == f"{FOUR}0.057, the median of all arms; a step takes 0.80 to 1.30 times as long."
 
 
 def test_an_arm_whose_tokenizer_loses_text_is_called_lossy(summarize, tmp_path):
@@ -167,22 +123,15 @@ def test_a_ladder_says_trends_and_what_it_could_have_shown(summarize, tmp_path):
     summary = summarize(runs)
     assert summary[0] == (
         "With compute, the difference falls at this rate for dyt. Compared with rmsnorm of the same size"
-        f"{UNTUNED}dim=32 dyt (+0.500 ± 0.013, p = 3.6e-06) and dim=64 dyt (+0.100 ± 0.013, p = 0.00015) are worse at "
+        f"{UNTUNED}dim=32 dyt (+0.500 ± 0.013, p = 3.6e-06) and dim=64 dyt (+0.100 ± 0.013, p = 0.000149) are worse at "
         "this rate."
     )
     assert "; the whole ladder would show a change of 0.04" in summary[2]
     (slope,) = json.loads((tmp_path / "report.json").read_text())["slopes"]
     assert [*slope["flops"].values()] == [1e9, 8e9]
     table = (tmp_path / "table.md").read_text()
-    assert re.search(
-        r"\| dyt \| -0\.1333 ± 0\.0075 \(4\) \| the difference falls at this rate \| < 0\.0001 \| 0\.", table
-    )
+    assert "| dyt | -0.1333 ± 0.0075 (4) | the difference falls at this rate | " in table
     assert "has these FLOPs: dim=32,heads=2,steps=9: 1e+09; dim=64,heads=2,steps=9: 8e+09.\n" in table
-    more = [replace(run, arm=Arm((run.arm.factors[0], ("norm", "x")))) for run in runs if "dyt" in run.arm.name]
-    assert "dyt (dim=32, dim=64) and x (dim=32, dim=64) are worse at this rate." in summarize([*runs, *more])[0]
-
-
-# --- tables ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_whole_table_by_hand(summarize, tmp_path):
@@ -193,14 +142,14 @@ def test_the_whole_table_by_hand(summarize, tmp_path):
     """
     bpb: dict[str, list] = {"rmsnorm": [2.0, 3.0, 4.0], "none": [None] * 3, "layernorm": [1.5, 2.6, 3.4]}
     runs = changed("layernorm", records(bpb | {"batchnorm": [1.9, None, 3.9]}), step_time=1.27, flops=8.8e11)
-    summarize(runs, command="python ablate.py", notes=["skipped: a."])
+    summarize(runs, command="python ablate.py")
     text = (tmp_path / "table.md").read_text()
-    start, end = text.index("| arm"), text.index("\n\n`python ablate.py`\n\nseeds 0 to 2\n\nskipped: a.")
+    start, end = text.index("| arm"), text.index("\n\n`python ablate.py`\n\nseeds 0, 1, 2\n\n")
     titles, _, *rows = text[start:end].splitlines()
     assert titles.startswith("| arm | difference from rmsnorm (n) | verdict | p | detectable | val_bpb (n) | lr | div")
     assert rows == [
         "| rmsnorm | – | – | – | – | 3.0000 ± 2.4841 (3) | 0.01 | 0 of 3 | 1.00 | 1.00 |",
-        "| layernorm | -0.5000 ± 0.2484 (3) | better at this rate | 0.039 | 0.5028 | 2.5000 ± 2.3697 (3) | 0.01 | 0 "
+        "| layernorm | -0.5000 ± 0.2484 (3) | better at this rate | 0.0392 | 0.5028 | 2.5000 ± 2.3697 (3) | 0.01 | 0 "
         "of 3 | 1.10 | 1.27 |",
         "| batchnorm | -0.1000 ± 0.0000 (2 of 3)† | undecided | – | – | 2.9000 ± 12.7062 (2 of 3)† | 0.01 | 1 of 3 "
         "| 1.00 | 1.00 |",
@@ -212,10 +161,7 @@ def test_the_whole_table_by_hand(summarize, tmp_path):
     report = json.loads((tmp_path / "report.json").read_text())
     (found,) = (each for each in report["comparisons"] if each["arm"] == "layernorm")
     assert found["raw_p"] == pytest.approx(0.0131, abs=1e-4) and found["p"] == pytest.approx(3 * found["raw_p"])
-    assert (report["tests"], report["alpha"], report["margin"]) == (3, 0.05, 0.01)
-    assert report["dtype"] == ["float32"] and report["data"] == [KNOWN["data"]]
-    printed = [columns_of(Finding([], 2, p=p))[2] for p in (0.0, 0.012, 0.0499, 0.0501)]
-    assert printed == ["< 0.0001", "0.012", "0.0499", "0.05"]
+    assert (report["alpha"], report["margin"], report["tuned"]) == (0.05, 0.01, False)
 
 
 def test_the_table_of_learning_rates(summarize, tmp_path):
@@ -230,20 +176,26 @@ def test_the_table_of_learning_rates(summarize, tmp_path):
 
 
 def test_the_page_has_sentences_table_figures_and_folded_the_rest(summarize, tmp_path):
-    (tmp_path / "watch.png").touch()  # of an earlier report
     log = [{"step": step, "train_loss": 5.0 - step / 10, "tokens": 8 * step} for step in (10, 20)]
     runs = [replace(run, log=[] if run.search else log) for run in shifted("rmsnorm", "dyt", dyt=0.1)]
     summarize(runs, command="python ablate.py --norms")
     html = (tmp_path / "report.html").read_text("utf-8")
-    order = f"<h1>{tmp_path.name}</h1>.*Compared with.*<h2>Comparison.*<td>dyt</td>.*<img.*<img.*<h2>Learning rates"
+    order = f"<h1>{tmp_path.name}</h1>.*Compared with.*<h2>Comparison.*<td>dyt</td>.*<h2>Learning rates.*<img.*<img"
     assert re.search(f"{order}.*<details><summary>How to.*ablate.py --norms.*<summary>Settings", html, re.DOTALL)
     assert html.count("<td>0.01</td><td>0.0000</td>") == 2
-    assert html.count('src="data:') == 2 and not (tmp_path / "watch.png").exists()
-    summarize(records({Arm.of(norm=str(n), clip=str(c)): [2.0] for n in range(7) for c in range(2)}))
-    assert "| clip=1 − clip=0 | 6 |" in (tmp_path / "table.md").read_text()
 
 
-# --- the published runs ----------------------------------------------------------------------------------------------
+def test_two_factors_are_compared_with_the_first_arm_and_within_each_other(summarize, tmp_path):
+    losses = ([2.0, 2.1, 2.2], [2.1, 2.2, 2.31], [2.3, 2.41, 2.5], [2.4, 2.5, 2.61])
+    arms = [Arm.of(norm=norm, clip=clip) for norm in ("rmsnorm", "dyt") for clip in "01"]
+    summary = summarize(records(dict(zip(arms, losses, strict=True))))
+    assert summary[0].startswith(f"Compared with rmsnorm clip=0{UNTUNED}rmsnorm clip=1 (+0.103 ± 0.014, p = ")
+    report = json.loads((tmp_path / "report.json").read_text())
+    pairs = [(each["arm"], each["baseline"]) for each in report["comparisons"]]
+    assert pairs[:3] == [(arm.name, "rmsnorm clip=0") for arm in arms[1:]]
+    assert pairs[3:] == [("dyt clip=1", "rmsnorm clip=1"), ("dyt clip=1", "dyt clip=0")]
+    assert report["comparisons"][3]["difference"] == pytest.approx(0.3)
+
 
 CHANGED = {  # arms with another verdict than published: one is unsure, and the others cannot exclude errors of rates
     "recipes-adamw": ["gemma3"],
@@ -255,11 +207,7 @@ CHANGED = {  # arms with another verdict than published: one is unsure, and the 
 
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in STUDY.glob("*/runs.csv")))
 def test_published_runs_give_the_published_differences(folder):
-    """Their order is the same. Intervals and p-values are those of scipy, with what errors of learning rates may cost.
-
-    Without a search, everything is as it was published. With one, the allowance has grown, because the lowest point of
-    a cubic counts, and two arms are unsure.
-    """
+    """Intervals and p-values are those of scipy, with what errors of rates may cost, which has grown since."""
     published = json.loads((STUDY / folder / "report.json").read_text())["comparisons"]
     found = compare(name_arms(find_records([STUDY / folder]))[0])
     assert found.runs[0].parameters and len(found.trends) == 5 * (folder == "trend")  # costs come from arms.csv
@@ -289,11 +237,9 @@ def test_published_runs_give_the_published_differences(folder):
 
 
 def test_two_published_folders_are_compared_each_with_its_own_baseline(summarize):
-    """Whether their text is the same is not known, nor whether that of new runs is."""
+    """Whether their text is the same is not known."""
     runs = find_records([STUDY / "recipes-muon", STUDY / "recipes-adamw"])
     summary = summarize(runs)
     assert summary[0].startswith("Compared with the first arm of its folder, each at its own best learning rate: muse")
     assert "gemma3 recipes-adamw and gemma4 recipes-adamw are undecided, as the best learning rate was no" in summary[0]
     assert summary[1] == "n = 6 or 8; 0.2M parameters, 0.5M to 1.0M tokens; equal tokens."
-    new = records({Arm.of(recipe=recipe): [2.0, 2.1] for recipe in ("llama", "qwen3")}, folder="new")
-    assert "; qwen3 new" in summarize([*runs, *new])[0] and "float32" not in summarize([*runs, *new])[1]

@@ -18,7 +18,6 @@ def test_tails_and_quantiles_match_scipy(degrees):
     """From p = 1 down to 1e-14, by relative error."""
     ts = stats.t.isf(np.geomspace(1e-14, 0.999, 50) / 2, degrees)
     assert [t_tails(t, degrees) for t in ts] == pytest.approx(2 * stats.t.sf(ts, degrees), rel=1e-10, abs=0)
-    assert t_tails(-ts[0], degrees) == t_tails(ts[0], degrees)
     assert (t_tails(0.0, degrees), t_tails(math.inf, degrees)) == (1, 0)
     assert t_quantile(degrees) == pytest.approx(stats.t.isf(0.025, degrees), rel=1e-9)
     for probability in (0.6, 1 - 0.05 / 30):
