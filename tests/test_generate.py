@@ -76,8 +76,10 @@ def test_draw_follows_the_filtered_probabilities(sampling, kept):
     assert (np.abs(frequencies - expected) <= 5 * np.sqrt(expected * (1 - expected) / count)).all()
 
 
-def test_a_token_of_probability_0_is_never_sampled():
+def test_a_token_of_probability_0_is_never_sampled_and_reaching_p_is_enough():
     """Not even by the number 0, which a generator can return."""
+    kept = command.keep_top_p(torch.tensor([[0.05, 0.5, 0.15, 0.3], [0.25] * 4], dtype=torch.float64).log(), 0.5)
+    assert kept.isfinite().sum(-1).tolist() == [1, 2]
     logits = torch.tensor([[5.0, 0.0, 6.0, 1.0]])
     points = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     assert sample_ids(logits.expand(2, -1), Sampling(top_k=1), points).tolist() == [2, 2]

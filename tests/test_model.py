@@ -128,6 +128,8 @@ def test_a_tied_head_stays_the_embedding():
     for model in (assigned, emptied, copy.deepcopy(assigned).double()):
         assert model.lm_head.weight is model.embed_tokens.weight
         assert torch.equal(model.lm_head.weight.float(), state["lm_head.weight"])
+    diverged = {name: torch.full_like(weight, torch.nan) for name, weight in state.items()}
+    assert Llama(SMALL).load_state_dict(diverged)
     apart = copy.deepcopy(assigned)
     apart.lm_head.weight = nn.Parameter(apart.lm_head.weight + 1)
     assert apart.double().lm_head.weight is not apart.embed_tokens.weight, "a cast does not drop a trained head"
