@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from config import ModelConfig
 from fast.compiled import CompiledDecoder, StaticCache
 from machine.device import deterministic
-from model import Embedding, Linear, Llama, Rope, precompute_freqs_cis
+from model import Embedding, Linear, Llama, Rope, precompute_freqs_cis, rotate
 from norms import KINDS
 from norms.placement import PLACEMENTS, Placement, PreNorm, Site
 from norms.rmsnorm import RMSNorm
@@ -115,6 +115,8 @@ def test_rope_table_survives_meta_device_and_casts():
     for module in (model, Llama(SMALL).bfloat16(), Llama(SMALL).half().float(), Rope(SMALL).double()):
         rope = module.rope if isinstance(module, Llama) else module
         assert torch.equal(rope.cos, cos) and torch.equal(rope.sin, sin)
+    x = normal(1, 16, 1, 6, dtype=torch.bfloat16)
+    assert torch.equal(rotate(x, (cos, sin)), rotate(x.float(), (cos, sin)).bfloat16()), "it is rotated in fp32"
 
 
 def test_a_tied_head_stays_the_embedding():
