@@ -27,16 +27,15 @@ SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, contex
 TOKENS = torch.randint(29, (2, 4, 11), generator=torch.Generator().manual_seed(0))  # steps, B, T + 1
 OPTIONS: dict[str, Any] = dict(
     dropout=0.2, qk_norm="head", qk_norm_args={"eps": 1e-3}, qk_norm_after_rope=True, v_norm=True, inner_norm=True,
-    embedding_norm="gain", embedding_scale="sqrt", attention_gate="element", gate_activation="softplus",
+    layers=1, embedding_norm="gain", embedding_scale="sqrt", attention_gate="element", gate_activation="softplus",
     attention_cap=5.0, logit_cap=3.0, z_loss=0.1, activation="gelu_tanh", norm_args={"zero_centered": True},
 )  # fmt: skip
 GREEDY = Sampling(tokens=12, temperature=0)
 CELLS: list[tuple[dict[str, Any], str, torch.dtype]] = [  # each kind by itself is compiled in norms/test_contract.py
     (OPTIONS, "aot_eager", torch.float32),
-    ({"norm": "batchnorm", "placement": "residual"}, "aot_eager", torch.float32),
+    ({"norm": "batchnorm", "placement": "residual"}, "eager", torch.float32),
     ({"qk_norm": "head", "kv_heads": 4}, "eager", torch.bfloat16),
     ({"norm": "derf", "placement": "sandwich"}, "eager", torch.float32),
-    ({"norm": "layernorm", "placement": "post", "qk_norm": "full"}, "eager", torch.float32),
 ]
 TRACED = ("hybrid", "siamese", "ngpt", "parallel", "mhc", "attnres", "attnres-block")
 CELLS += [({"placement": name}, "eager", torch.float32) for name in TRACED]
@@ -105,9 +104,7 @@ def test_a_training_compiles_once_and_says_so(tmp_path, text, monkeypatch, capsy
     assert len(graphs) == 1 and losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"placement": "hybrid", "norm": "layernorm", "qk_norm": "full"}, {"attention_cap": 5.0}]
-)
+@pytest.mark.parametrize("changes", [{}, {"placement": "hybrid", "qk_norm": "full"}, {"attention_cap": 5.0}])
 def test_compiled_decoding_gives_the_same_tokens(changes, monkeypatch):
     """Two samples, then a prompt of one token: compiled once, with a cache that is smaller than the context."""
     monkeypatch.setattr("fast.compiled.SMALLEST", 2)
@@ -125,22 +122,17 @@ def test_compiled_decoding_gives_the_same_tokens(changes, monkeypatch):
 
 def test_a_compiled_stream_has_the_addresses_of_one_that_is_gone(monkeypatch):
     """Never those of one that goes on: two take turns. What a stream has left, even NaN, changes nothing."""
-    model = randomize(Llama(SMALL))
-    prompts = [torch.tensor(rows) for rows in ([[3, 1, 4]] * 2, [[1, 5, 9]] * 2, [[2, 6]])]
+    model = randomize(Llama(dataclasses.replace(SMALL, layers=1)))
+    prompts = [torch.tensor(rows) for rows in ([[3, 1, 4]] * 2, [[1, 5, 9]] * 2)]
     plain = [list(stream_ids(model, prompt, GREEDY)) for prompt in prompts]
     count_graphs(monkeypatch)
     decoder = CompiledDecoder(model)
     streams = [stream_ids(model, prompt, GREEDY, decoder=decoder) for prompt in prompts[:2]]
-    assert plain[:2] == [list(ids) for ids in zip(*zip(*streams, strict=True), strict=True)]
-
-    def addresses() -> set[int]:
-        return {layer.keys.data_ptr() for layers in unused for layer in layers}
-
+    assert plain == [list(ids) for ids in zip(*zip(*streams, strict=True), strict=True)]
     (unused,) = decoder.unused.values()
-    before = addresses()
-    assert len(before) == 2 * SMALL.layers
+    before = {layer.keys.data_ptr() for (layer,) in unused}
     with torch.inference_mode():
-        for layers in unused:
-            layers[0].values.fill_(math.nan)
+        for (layer,) in unused:
+            layer.values.fill_(math.nan)
     assert [list(stream_ids(model, prompt, GREEDY, decoder=decoder)) for prompt in prompts] == plain
-    assert addresses() == before and len(decoder.unused) == 2, "another batch size has its own"
+    assert {layer.keys.data_ptr() for (layer,) in unused} == before and len(before) == 2

@@ -42,12 +42,10 @@ BAD_VALUES = {
     "--dim 100 --heads 3": "--dim 100 is not divisible by --heads 3",
     "--dim 30 --heads 2": "--head-dim 15 (by default --dim / --heads) is odd: RoPE rotates pairs of features",
     "--head-dim 8 --rotary-fraction 0.4": "--rotary-fraction 0.4 of --head-dim 8 must be an even number of features",
-    "--head-dim 8 --rotary-fraction nan": "--rotary-fraction nan of --head-dim 8 must be an even number of features",
     "--context 1": "--context must be at least 2, not 1",
     "--rope-scaling factor=8": "--rope-scaling takes all of factor, low_freq_factor, high_freq_factor, original_max",
     **{f"--{SCALING.replace('=8', value)}": "numbers, low below high" for value in ("=nan", "=many", "=true")},
     f"--{SCALING.replace('r=1', 'r=4')}": "positive numbers, low below high",
-    "--embedding-scale 0": "--embedding-scale must be a positive number, not 0.0",
     "--embedding-scale wide": "--embedding-scale must be a positive number, not wide",
     **{f"--{name} -1": f"--{name} must be 0 or more and finite" for name in ("attention-cap", "logit-cap", "z-loss")},
     **{
@@ -67,9 +65,7 @@ BAD_VALUES = {
         f"--{name} {10**20}": f"--{name} must be at most 2147483647, not {10**20}" for name in SIZES if name != "layers"
     },
     "--layers 4097": "--layers must be at most 4096, not 4097",
-    "--data=": "--data must not be empty; name python, shakespeare, or a path",
-    "--val-data=": "--val-data must not be empty",
-    "--cache-dir=": "--cache-dir must not be empty",
+    **{f"--{name}=": f"--{name} must not be empty" for name in ("data", "val-data", "cache-dir")},
     **{f"--{name} -1": f"--{name} must be 0 or more and finite, not -1" for name in ("warmup", "seed")},
     "--weight-decay nan": "--weight-decay must be 0 or more and finite, not nan",
     "--clip inf": "--clip must be 0 or more and finite, not inf",
@@ -83,8 +79,6 @@ BAD_VALUES = {
     **{f"--norm prmsnorm --norm-arg p={p}": "must be above 0 and at most 1" for p in (0, 1.01, "nan")},
     **{f"--norm dyt --norm-arg alpha={a}": "alpha and attention_ratio of dyt must be positive" for a in (0, "inf")},
     **{f"--norm-arg eps={eps}": "argument eps of norm 'rmsnorm' is beyond float32: " for eps in ("1e39", "1e-39")},
-    "--norm dyt --norm-arg alpha=1e39": "argument alpha of norm 'dyt' is beyond float32: 1e+39",
-    "--norm dyt --norm-arg alpha=1e30 --norm-arg attention_ratio=1e30": "alpha and attention_ratio of dyt must be",
     "--placement minimax --placement-arg beta=1e39": "argument beta of placement 'minimax' is beyond float32: 1e+39",
     "--norm derf --norm-arg attention_ratio=0": "alpha and attention_ratio of derf must be positive",
     **{f"--norm groupnorm --norm-arg groups={n}": "128 features into groups of at least 8, not" for n in (0, 3, 32)},
@@ -106,20 +100,13 @@ def test_invalid_value_gives_a_one_line_error(flags, message):
 
 
 def test_fields_of_a_file_have_their_types():
-    for name, value, kind in (
-        ("dim", "w", "int"),
-        ("layers", 2.0, "int"),
-        ("lr", True, "float"),
-        ("data", [3], "list"),
-    ):
+    for name, value, kind in (("layers", 2.0, "int"), ("lr", True, "float"), ("data", [3], "list")):
         with pytest.raises(ValueError, match=re.escape(f"run.json: {name} must be of type {kind}, not {value!r}")):
             check_fields({name: value}, "run.json")
     with pytest.raises(ValueError, match=r"run\.json: 'width' is not an option of this version"):
         check_fields({"width": 3}, "run.json")
     check_fields({"kv_heads": None, "warmup": None, "lr": 1, "norm_args": {"eps": 1}}, "run.json")
 
-
-# --- what follows from what was asked --------------------------------------------------------------------------------
 
 # Flags of a new run, and how it differs from one of the preset alone.
 NEW: dict[str, dict[str, Any]] = {
@@ -128,19 +115,14 @@ NEW: dict[str, dict[str, Any]] = {
     "--placement deepnorm": {"placement": "deepnorm", "init": "xavier", "depth_scaled_init": False},
     "--placement deepnorm --init normal": {"placement": "deepnorm", "depth_scaled_init": False},
     "--steps 200": {"steps": 200, "warmup": 10},
-    "--batch-size 9": {"batch_size": 9, "micro_batch_size": 9},
     "--tokenizer bytes": {"tokenizer": "bytes", "vocab_size": 257},
     "--preset 1b --dim 1024": {"dim": 1024, "head_dim": 32, "hidden_dim": 2752},
     "--preset 1b --dim 1024 --hidden-dim 8192": {"dim": 1024, "head_dim": 32},
-    "--preset 1b --dim 2048 --vocab-size 32000": {},
     "--preset 1b --heads 4": {"heads": 4, "kv_heads": 4, "head_dim": 512},
-    "--preset 7b --heads 8 --no-recompute": {"heads": 8, "kv_heads": 8, "head_dim": 512, "recompute": False},
     "--preset small --batch-size 48": {"batch_size": 48, "micro_batch_size": 48},
     "--preset 124m --norm batchnorm": {"norm": "batchnorm", "micro_batch_size": 480},
     "--mlp plain": {"mlp": "plain", "hidden_dim": 512},
-    "--preset 7b --mlp plain --activation relu2": {"mlp": "plain", "activation": "relu2", "hidden_dim": 16384},
     "--recipe olmo2 --placement pre --dim 64": {"qk_norm": "full", "dim": 64, "head_dim": 32, "hidden_dim": 192},
-    "--recipe olmo --norm layernorm": {"norm": "layernorm"},
     "--recipe llama4 --norm dyt": {"norm": "dyt", "qk_norm": "head"},
     "--recipe llama4 --qk-norm none": {},
     "--recipe glm5_next --norm layernorm": {"placement": "mhc", "placement_args": {"end": "mean"}, "norm": "layernorm"},
@@ -151,7 +133,6 @@ NEW: dict[str, dict[str, Any]] = {
 LATER: dict[tuple[str, str], dict[str, Any]] = {
     ("--hidden-dim 352", "--dim 256"): {"dim": 256, "head_dim": 128},
     ("--preset 1b", "--dim 1024"): {"dim": 1024, "head_dim": 32, "hidden_dim": 2752},
-    ("--preset 1b --dim 1024", "--dim 2048"): {"dim": 2048, "head_dim": 64, "hidden_dim": 8192},
     ("--heads 4 --kv-heads 2", "--heads 8"): {"heads": 8, "head_dim": 16},
     ("--heads 4 --head-dim 12", "--heads 8"): {"heads": 8, "kv_heads": 8},
     ("--warmup 25", "--steps 200"): {"steps": 200},
@@ -164,7 +145,6 @@ LATER: dict[tuple[str, str], dict[str, Any]] = {
     ("--recipe hunyuan_v1_dense", "--qk-norm none"): {"qk_norm": "none", "qk_norm_after_rope": False},
     ("--recipe olmo", "--norm-arg eps=0.5"): {"norm_args": {"elementwise_affine": False, "eps": 0.5}},
     ("--placement post", "--recipe olmo2"): {"qk_norm": "full"},
-    ("--norm-arg eps=0.5", "--norm-arg eps=0.75 --lr 0.1"): {"norm_args": {"eps": 0.75}, "lr": 0.1},
     ("--preset small", "--batch-size 16"): {"batch_size": 16, "micro_batch_size": 16},
     ("--preset small --micro-batch-size 8", "--batch-size 16"): {"batch_size": 16},
     ("--tokenizer bytes", "--tokenizer sentencepiece"): {"tokenizer": "sentencepiece", "vocab_size": 2048},

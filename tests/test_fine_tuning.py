@@ -77,18 +77,11 @@ def test_a_run_records_its_origin_and_resumes_without_it(fine_tune, directory, t
     assert json.loads((run / "run.json").read_text())["weights_from"] == recorded["weights_from"]
 
 
-def test_a_longer_context_is_allowed_and_said(fine_tune, tmp_path, capsys):
-    train.main(fine_tune("--context 40 --steps 4"))
-    line = "--context 40 is longer than that of --init-from, which is 32"
-    assert line in capsys.readouterr().err.splitlines()
-    described = json.loads((tmp_path / "run/checkpoints/step-000004/config.json").read_text())
-    assert described["max_position_embeddings"] == load_pretrained(tmp_path / "run")[0].config.context == 40
-
-
-def test_master_weights_are_fp32(fine_tune, directory):
+def test_master_weights_are_fp32_and_a_longer_context_is_said(fine_tune, directory, capsys):
     theirs = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float16)
     theirs.save_pretrained(directory)
-    trainer = train.Trainer(open_run(read_train(fine_tune("--dtype float16")), []))
+    trainer = train.Trainer(open_run(read_train(fine_tune("--dtype float16 --context 40")), []))
+    assert "--context 40 is longer than that of --init-from, which is 32\n" in capsys.readouterr().err
     for name, weight in trainer.model.state_dict().items():
         assert weight.dtype == torch.float32
         assert name != "final_norm.weight" or torch.equal(weight, theirs.model.norm.weight.float())

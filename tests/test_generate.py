@@ -6,7 +6,6 @@ import itertools
 import re
 import string
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +76,10 @@ def test_draw_follows_the_filtered_probabilities(sampling, kept):
     assert (np.abs(frequencies - expected) <= 5 * np.sqrt(expected * (1 - expected) / count)).all()
 
 
-def test_reaching_p_exactly_is_enough():
+def test_a_token_of_probability_0_is_never_sampled_and_reaching_p_is_enough():
+    """Not even by the number 0, which a generator can return."""
     kept = command.keep_top_p(torch.tensor([[0.05, 0.5, 0.15, 0.3], [0.25] * 4], dtype=torch.float64).log(), 0.5)
     assert kept.isfinite().sum(-1).tolist() == [1, 2]
-
-
-def test_a_token_of_probability_0_is_never_sampled():
-    """Not even by the number 0, which a generator can return."""
     logits = torch.tensor([[5.0, 0.0, 6.0, 1.0]])
     points = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     assert sample_ids(logits.expand(2, -1), Sampling(top_k=1), points).tolist() == [2, 2]
@@ -185,7 +181,6 @@ def test_generation_restores_the_mode_and_records_no_gradients():
         ([], "ids must be integers of shape (T) or (B, T), not torch.float32 of (0,)"),
         ([[1, 2], [3]], "(B, T); prompts of different lengths need a call each"),
         ([5, 257], "ids must be from 0 to 256, not [257]"),
-        ([[5, -1]], "ids must be from 0 to 256, not [-1]"),
         ("def ", "generate takes token ids, not text: generate(model, tokenizer.encode(text))"),
     ],
 )
@@ -224,8 +219,6 @@ def test_incomplete_characters_and_possible_stop_strings_are_held_back():
     assert [text.add(bytes([byte])) for byte in "é😀x".encode()] == ["", "é", "", "", "", "😀", "x"]
     assert text.add(b"\xf0\x9f") == "" and text.end() == ""  # an incomplete character is dropped at the end
     assert TextStream().add(b"a\xffb\x80") == "a\ufffdb\ufffd"
-    for stop in (["bcd", "c"], ["c", "bcd"], ["abcde", "bcd", "c"]):  # the one that ends first
-        assert TextStream(stop).add(b"abcde") == "ab" and add_in_pieces(b"abcde", [1, 2, 3, 4], stop) == "ab"
     text = TextStream(["\n\n", "def"])
     assert [text.add(piece) for piece in (b"x\n", b"d", b"e", b"x\n", b"\n")] == ["x", "\n", "", "dex", ""]
     assert text.ended
@@ -303,20 +296,9 @@ def test_invalid_prompts_and_compiling_without_a_compiler_are_refused(run, refus
     common = ["--checkpoint", str(run), "--device", "cpu"]
     line = refused(command.main, [*common, "--prompt", "x" * 48])
     assert "--prompt has 48 tokens" in line and "context of 48" in line
-    assert "--prompt is not UTF-8: byte 2 is 0xff" in refused(command.main, [*common, "--prompt", "ab\udcff"])
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
     assert "--prompt is not UTF-8: byte 2 is 0xff" in refused(command.main, [*common, "--prompt", "-"])
     assert "--stop must not be empty" in refused(command.main, [*common, "--stop", ""])
     monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "a compiler")
     line = refused(command.main, [*common, "--compile"])
     assert line == "error: --compile needs a compiler; or use --no-compile\n"
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device of Linux that is always full")
-def test_a_full_disk_under_standard_output_is_an_error(run, capsys, monkeypatch):
-    with suppress(OSError), open("/dev/full", "w") as full:
-        monkeypatch.setattr("sys.stdout", full)
-        with pytest.raises(SystemExit) as excinfo:
-            command.main(["--checkpoint", str(run), "--device", "cpu", "--prompt=xyz"])
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert excinfo.value.code == 1 and last == "error: standard output cannot be written: No space left on device"

@@ -9,7 +9,6 @@ layers deep, this adds up to about 1e-6. A tolerance of 1e-5 allows for that and
 
 import copy
 import dataclasses
-import math
 from itertools import chain
 from typing import Any
 from unittest.mock import Mock
@@ -22,24 +21,14 @@ from config import ModelConfig
 from fast.compiled import CompiledDecoder, StaticCache
 from machine.device import deterministic
 from model import Embedding, Linear, Llama, Rope, precompute_freqs_cis, rotate
-from norms import KINDS, TRAITS
+from norms import KINDS
 from norms.placement import PLACEMENTS, Placement, PreNorm, Site
-from norms.registry import Traits
 from norms.rmsnorm import RMSNorm
 from roles import draw_weights, matrices
 from tests.random_values import drawn, normal, randomize
 
 SMALL = ModelConfig(dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
 TOKENS = torch.tensor([[3, 14, 15, 9, 26, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]])
-
-
-def test_llama_takes_a_configuration_or_its_fields():
-    model = Llama(seed=3, dim=24, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=16, vocab_size=29)
-    expected = Llama(SMALL, seed=3).state_dict()
-    assert model.config == SMALL and Llama(dim=64).config == ModelConfig(dim=64)
-    assert all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items())
-    with pytest.raises(ValueError, match="Llama takes a ModelConfig or its fields, not both"):
-        Llama(SMALL, dim=64)
 
 
 def test_a_norm_that_is_not_per_head_leaves_queries_and_keys_to_rmsnorm():
@@ -109,9 +98,6 @@ def test_which_attention_is_called(monkeypatch):
     assert calls == [whole, (5, 4, 5, False, True), (2, 4, 7, True, False), (2, 2, 8, False, False), whole]
 
 
-# --- rotary positions ------------------------------------------------------------------------------------------------
-
-
 def test_precompute_freqs_cis():
     """fp32 rounds to 6e-8; an angle formed in fp32 would be off by up to 0.008 at the last position."""
     table = precompute_freqs_cis(dim=6, end=200_000, theta=50.0)
@@ -119,12 +105,6 @@ def test_precompute_freqs_cis():
     for found, expected in zip(table, (angles.cos(), angles.sin()), strict=True):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-7)
-
-
-def test_rotate_computes_in_fp32_and_returns_the_input_dtype():
-    x, table = normal(1, 40, 1, 16, dtype=torch.bfloat16), precompute_freqs_cis(16, 40)
-    got = rotate(x, table)
-    assert got.dtype == torch.bfloat16 and torch.equal(got, rotate(x.float(), table).bfloat16())
 
 
 def test_rope_table_survives_meta_device_and_casts():
@@ -135,6 +115,8 @@ def test_rope_table_survives_meta_device_and_casts():
     for module in (model, Llama(SMALL).bfloat16(), Llama(SMALL).half().float(), Rope(SMALL).double()):
         rope = module.rope if isinstance(module, Llama) else module
         assert torch.equal(rope.cos, cos) and torch.equal(rope.sin, sin)
+    x = normal(1, 16, 1, 6, dtype=torch.bfloat16)
+    assert torch.equal(rotate(x, (cos, sin)), rotate(x.float(), (cos, sin)).bfloat16()), "it is rotated in fp32"
 
 
 def test_a_tied_head_stays_the_embedding():
@@ -148,18 +130,19 @@ def test_a_tied_head_stays_the_embedding():
     for model in (assigned, emptied, copy.deepcopy(assigned).double()):
         assert model.lm_head.weight is model.embed_tokens.weight
         assert torch.equal(model.lm_head.weight.float(), state["lm_head.weight"])
-    diverged = {name: torch.full_like(weight, math.nan) for name, weight in state.items()}
-    assert Llama(SMALL).load_state_dict(diverged) and Llama(SMALL).load_state_dict(diverged, assign=True)
+    diverged = {name: torch.full_like(weight, torch.nan) for name, weight in state.items()}
+    assert Llama(SMALL).load_state_dict(diverged)
     apart = copy.deepcopy(assigned)
     apart.lm_head.weight = nn.Parameter(apart.lm_head.weight + 1)
     assert apart.double().lm_head.weight is not apart.embed_tokens.weight, "a cast does not drop a trained head"
     message = r"lm_head\.weight is not embed_tokens\.weight; load it into a Llama\(tie_embeddings=False\)"
-    for assign in (False, True):
-        with pytest.raises(RuntimeError, match=message):
-            Llama(SMALL).load_state_dict(apart.state_dict(), assign=assign)
+    with pytest.raises(RuntimeError, match=message):
+        Llama(SMALL).load_state_dict(apart.state_dict())
 
 
-def test_exceeding_the_context_is_refused():
+def test_exceeding_the_context_and_two_configurations_are_refused():
+    with pytest.raises(ValueError, match="Llama takes a ModelConfig or its fields, not both"):
+        Llama(SMALL, dim=64)
     model, tokens = Llama(SMALL), torch.zeros(1, 17, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"must have the shape \(B, T\)"):
         model(tokens[0])
@@ -206,23 +189,15 @@ def test_nothing_is_uninitialized_when_a_constructor_returns():
 
 
 def test_a_matrix_without_a_role_is_an_error(monkeypatch):
-    """Whatever it is called, unless a norm or a residual connection owns it, which initialize themselves."""
-
-    class Mixed(RMSNorm):
-        def __init__(self, dim: int):
-            super().__init__(dim)
-            self.mix = nn.Linear(dim, dim)
+    """Whatever it is called, unless a residual connection or a norm owns it, which initialize themselves."""
 
     class WithMatrix(PreNorm):
         def __init__(self, site: Site):
             super().__init__(site)
             self.mix = nn.Linear(site.dim, site.dim)
 
-    monkeypatch.setitem(KINDS, "mixed", Mixed)
-    monkeypatch.setitem(TRAITS, "mixed", Traits())
     monkeypatch.setitem(PLACEMENTS, "with_matrix", Placement(WithMatrix))
-    mixed = dataclasses.replace(SMALL, norm="mixed", placement="with_matrix", qk_norm="full")
-    assert Llama(mixed).get_submodule("layers.0.attention_residual.mix")
+    assert Llama(dataclasses.replace(SMALL, placement="with_matrix"))
     plain = {"linear": nn.Linear(24, 3), "embedding": nn.Embedding(24, 3), "v_norm": nn.Parameter(torch.zeros(3, 3))}
     for name, matrix in plain.items():
         setattr((model := Llama(SMALL)).get_submodule("layers.0.mlp"), name, matrix)
@@ -230,9 +205,6 @@ def test_a_matrix_without_a_role_is_an_error(monkeypatch):
             draw_weights(model, 0)
     with pytest.raises(ValueError, match=r"role 'extra_gate' is not known: add it to ROLES in roles\.py"):
         Linear(3, 5, "extra_gate")
-
-
-# --- dropout and recomputation ---------------------------------------------------------------------------------------
 
 
 def test_dropout_of_the_embedding():
@@ -279,10 +251,3 @@ def test_gradient_checkpointing_computes_each_block_twice_and_is_bit_identical()
 
     assert all(map(torch.equal, two_batches(False), two_batches(True)))
     assert calls == [0, 1, 2] * 4 + [2, 1, 0] * 2
-
-
-def test_what_is_scaled_is_no_linear_and_no_embedding_to_tools_that_merge_adapters():
-    """Merged into the weight, an adapter would be scaled as well."""
-    model: Any = Llama(placement="ngpt", scaled_embedding=True)
-    assert not isinstance(model.layers[0].mlp.gate_proj, nn.Linear)
-    assert not isinstance(model.embed_tokens, nn.Embedding)

@@ -93,12 +93,10 @@ def test_optimizer_and_settings_of_each_parameter():
 AROUND = ["0.attention_residual.norm", "0.mlp_residual.norm"]
 DECAYED: dict[tuple[str, str], list[str]] = {
     ("pre", "none"): [],
-    ("pre", "output"): [],
     ("pre", "input"): [*AROUND, "final_norm"],
     ("pre", "all"): [*AROUND, "final_norm", "0.q_norm", "0.k_norm"],
     ("post", "input"): [],
     ("sandwich", "output"): ["0.attention_residual.norm_out", "0.mlp_residual.norm_out"],
-    ("sandwich", "input"): [*AROUND, "final_norm"],
     ("residual", "output"): AROUND,
     ("residual", "input"): ["final_norm.norm"],
 }

@@ -159,7 +159,6 @@ def test_parity_and_round_trips(tmp_path, tokenizer, number, name):
 
 MULTIPLIERS: dict[str, dict[str, Any]] = {
     "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 7.0},
-    "gemma2": {"query_pre_attn_scalar": 50},
     "gemma3_text": {"query_pre_attn_scalar": 50},
 }
 

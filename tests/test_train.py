@@ -124,13 +124,12 @@ def test_the_summary_names_the_best_evaluation_if_it_is_not_the_last(command, ca
 def test_a_norm_whose_statistics_are_those_of_micro_batches_says_so(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     warned.clear()
-    run = command("--steps 1 --norm batchnorm --micro-batch-size 4")
-    config = f"--config {run / 'run.json'}"
-    for flags in (f"--resume --out {run}", config, f"{config} --norm rmsnorm", f"{config} --micro-batch-size 8"):
+    config = f"--config {command('--steps 1 --norm batchnorm --micro-batch-size 4') / 'run.json'}"
+    for flags in (config, f"{config} --norm rmsnorm", f"{config} --micro-batch-size 8"):
         warned.clear()
         opened(flags)
     line = "warning: --norm batchnorm computes its statistics over each micro-batch of 4, not over the batch of 8"
-    assert capsys.readouterr().err.count(line) == 3  # not with RMSNorm, and not with the whole batch
+    assert capsys.readouterr().err.count(line) == 2  # not with RMSNorm, and not with the whole batch
 
 
 def test_a_term_of_the_objective_is_minimized_and_logged_apart(command):
@@ -232,8 +231,6 @@ def test_learning_rate_schedules():
     for schedule, middle in (("cosine", 0.625), ("linear", 0.625), ("wsd", 1.0)):
         floored = TrainConfig(schedule=schedule, steps=100, warmup=10, lr=1.0, min_lr=0.25)
         assert [learning_rate(floored, step) for step in (4, 55, 100)] == pytest.approx([0.5, middle, 0.25])
-    longest = TrainConfig(schedule="wsd", steps=100, warmup=80, lr=1.0)
-    assert [learning_rate(longest, step) for step in (78, 79, 80, 90)] == pytest.approx([79 / 80, 1.0, 1.0, 0.5])
     constant = TrainConfig(schedule="constant", steps=100, warmup=0, lr=1.0)
     assert {learning_rate(constant, step) for step in range(100)} == {1.0}
 
@@ -376,20 +373,13 @@ def test_evaluation_is_deterministic_without_dropout_and_without_gradients(comma
         assert train.evaluate(model, run) == pytest.approx(losses.copy().pop(), rel=1e-6)
     monkeypatch.setattr(train, "EVAL_BATCH_TOKENS", 64)
     run.config = dataclasses.replace(run.config, micro_batch_size=1)
-    alone, parts = train.evaluate(model, run), []
+    alone, parts = train.evaluate(model, run), list[Any]()
     monkeypatch.setattr(distributed, "world_size", lambda: 3)
-
-    def gather(part):
-        parts.append(part)
-        return [part]
-
-    monkeypatch.setattr(distributed, "all_gather", gather)
+    monkeypatch.setattr(distributed, "all_gather", lambda part: parts.__iadd__([part]))
     for rank in range(3):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
-        train.evaluate(model, run)
-    assert [len(part) for part in parts] == [4, 4, 4]
-    monkeypatch.setattr(distributed, "all_gather", lambda part: parts)
-    assert train.evaluate(model, run) == alone
+        found = train.evaluate(model, run)
+    assert [len(part) for part in parts] == [4, 4, 4] and found == alone
 
 
 def test_a_finished_run_is_evaluated_and_changes_neither_by_resuming_nor_with_its_text(
@@ -460,17 +450,6 @@ def test_a_model_is_evaluated_on_all_of_another_text(command, capsys, tmp_path, 
     assert sorted(tmp_path.rglob("runs/*")) == before, "no run begins"
 
 
-def test_a_run_that_was_killed_can_end_at_its_last_checkpoint(command, capsys):
-    """The rows after it are dropped, and run.json has the new number of steps."""
-    run = command("--steps 4 --save-every 2 --eval-every 2 --warmup 0")
-    shutil.rmtree(run / "checkpoints/step-000004")
-    *rows, _ = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(rows))
-    command("--steps 2 --resume")
-    assert read_metrics(run)[-1]["step"] == 2 and read_run_file(run / "run.json")["resolved"]["steps"] == 2
-    assert "After 2 steps the model needs" in (run / "report.html").read_text("utf-8")
-
-
 def token_folder(folder: Path, tokenizer: Any, text: Path) -> Path:
     """As nanoGPT writes it."""
     folder.mkdir()
@@ -517,11 +496,16 @@ def test_a_tokenizer_of_ones_own_is_only_needed_for_the_start(command, tmp_path,
     assert fingerprint(run) == fingerprint(whole) and load_pretrained(run)[1].hash == tokenizer.hash
 
 
-def test_a_resumed_run_keeps_its_first_command_and_warns_of_another_machine(command, capsys, monkeypatch):
-    """There it cannot have the same bits. The threads are part of the device."""
+def test_a_resumed_run_says_what_changes_keeps_its_first_command_and_warns_of_another_machine(
+    command, capsys, monkeypatch
+):
+    """What follows changes as well. On another machine, or with other threads, it cannot have the same bits."""
     for flags in ("--steps 1", "--steps 2 --resume", "--steps 3 --resume"):
         run = command(flags)
-    assert "last digits" not in capsys.readouterr().err
+    warnings = capsys.readouterr().err
+    assert "changed: --steps 2 -> 3\n" in warnings and "last digits" not in warnings
+    opened(f"--resume --out {run} --steps 40 --keep 1")
+    assert "changed: --steps 3 -> 40, --warmup 0 -> 2, --keep 2 -> 1\n" in capsys.readouterr().err
     last = json.loads((run / "run.json").read_text())
     commands = [last["command"], *(each["command"] for each in last["resumed"])]
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
@@ -568,9 +552,7 @@ def test_train_from_python_is_the_command(command, text, tmp_path, fingerprint, 
     assert json.loads((second.folder / "run.json").read_text())["command"][:2] == ["train.py", "--dim=32"]
     for wrong, message in (
         ({"norm": "layrnorm"}, "unknown --norm 'layrnorm'; choose from "),
-        ({"preset": "tny"}, "unknown --preset 'tny'; choose from "),
         ({"sed": 1}, "'sed' is not an option of this version; did you mean seed?"),
-        ({"eval_only": True}, "'eval_only' is not an option of this version"),
         ({"resume": 1}, "resume must be of type bool, not 1"),
         ({"out": "mine"}, "already holds a run"),
     ):
@@ -583,21 +565,6 @@ def test_train_from_python_is_the_command(command, text, tmp_path, fingerprint, 
     with pytest.raises(ValueError, match=r"has no matplotlip; use the virtual environment"):
         train.train(**options, out="before training")
     assert not Path("before training").exists()
-
-
-def test_resuming_prints_the_options_that_change(command, capsys):
-    """An option of each class: optimization, numerics, logging and saving. Those that follow from others, too."""
-    run = command("--steps 1 --lr 0.015")
-    capsys.readouterr()
-    command("--resume")
-    assert "changed" not in capsys.readouterr().err
-    flags = "--steps 40 --lr 0.01 --weight-decay 0 --micro-batch-size 4 --recompute --eval-tokens 64 --keep 1"
-    opened(f"--resume --out {run} {flags}")
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("changed")]
-    assert lines == [
-        "changed: --steps 1 -> 40, --micro-batch-size 8 -> 4, --lr 0.015 -> 0.01, --warmup 0 -> 2, "
-        "--weight-decay 0.1 -> 0.0, --recompute false -> true, --eval-tokens 131072 -> 64, --keep 2 -> 1"
-    ]
 
 
 def test_default_run_folders_are_numbered(text, tmp_path, monkeypatch):

@@ -55,9 +55,6 @@ def by_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
 def make(dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
     model = randomize(Llama(ModelConfig(**SMALL | settings)), gains=0.2)
-    for name, parameter in model.named_parameters():
-        if "rotated_q_norm" in name:  # about where it starts: more, and softmax amplifies roundings
-            parameter.data.mul_(0.2)
     cast_matrices(model, dtype)
     return model
 
@@ -181,26 +178,19 @@ def test_neither_a_full_cache_nor_a_full_context_takes_a_token(size, error, by_c
     assert by_c == [True, False]
 
 
-def extend_with_window(size: int) -> Any:
-    """`LayerCache.extend` for sliding-window attention."""
-    extend = LayerCache.extend
-
-    def windowed(self: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        past, (k, v, _) = self.length, extend(self, k, v)
-        return k, v, (torch.arange(self.length) > past - size)[None]
-
-    return windowed
+def extend_with_window(cache: LayerCache, k: Tensor, v: Tensor, extend: Any = LayerCache.extend) -> tuple:
+    """`LayerCache.extend` for attention to a window of 99 tokens."""
+    past, (k, v, _) = cache.length, extend(cache, k, v)
+    return k, v, (torch.arange(cache.length) > past - 99)[None]
 
 
 def test_edited_code_runs_plain(monkeypatch):
-    """Of model.py, which people copy, and of what a placement does to the embedding."""
+    """Of model.py, which people copy."""
     edits: list[tuple[Any, str, Any]] = [
         (MLP, "forward", lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x))),
         (model_file, "rotate", lambda x, rope: x),
-        (LayerCache, "extend", extend_with_window(3)),
-        (LayerCache, "extend", extend_with_window(99)),
+        (LayerCache, "extend", extend_with_window),
         (Llama, "logits", lambda self, x: 3 * self.lm_head(x / 3).tanh()),
-        (MLP, "forward", lambda self, x: self.down_proj(F.silu(1.01 * self.gate_proj(x)) * self.up_proj(x))),
         (MLP, "forward", lambda self, x: self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)[..., :48])),
     ]
     for edit in edits:
@@ -213,16 +203,13 @@ CHANGES: list[tuple[Callable[[Any], Any], bool]] = [  # and whether C may comput
     (lambda model: setattr(model, "init_stream", lambda x: 1.1 * x), True),
     (lambda model: setattr(model.layers[1].mlp, "up_proj", nn.Sequential(nn.Linear(32, 48), nn.Tanh())), False),
     (lambda model: setattr(model.layers[0], "mlp", MLP(replace(model.config, hidden_dim=32))), False),
-    (
-        lambda model: setattr(up := model.layers[1].mlp.up_proj.weight, "data", up.T.contiguous().T),
-        False,
-    ),  # equal values
+    (lambda model: setattr(up := model.layers[1].mlp.up_proj.weight, "data", up.T.contiguous().T), False),
 ]
 
 
 @pytest.mark.parametrize("change, by", CHANGES)
 def test_edited_models_run_plain(change, by, by_c):
-    """C must not read what it does not know."""
+    """C must not read what it does not know, nor equal values in another order."""
     change(model := make(torch.bfloat16))
     by_c.clear()
     assert accelerate(model) == "model.py computes something else"

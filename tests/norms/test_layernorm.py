@@ -23,18 +23,14 @@ def error_bound(x: Tensor, state: dict[str, Tensor], eps: float, **norm_args) ->
     return 2 * eps * cancellation * ((1 + normalized) * state["weight"].abs() + state["bias"].abs())
 
 
-@pytest.mark.parametrize(
-    ("shape", "normalized_shape"),
-    [((6, 8), 8), ((5, 6, 8), [6, 8]), ((2, 3, 4, 5), (3, 4, 5)), ((2, 3, 4, 5), torch.Size([4, 5]))],
-    ids=str,
-)
-def test_normalized_shapes(shape, normalized_shape):
-    norm, x = randomize(LayerNorm(normalized_shape).double()), 3 * normal(*shape).double() + 1
-    axes = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+@pytest.mark.parametrize("normalized_shape", [[6, 8], (3, 6, 8), torch.Size([2, 3, 6, 8])], ids=str)
+def test_normalized_shapes(normalized_shape):
+    """The contract has single axes."""
+    norm, x = randomize(LayerNorm(normalized_shape).double()), 3 * normal(2, 3, 6, 8).double() + 1
+    axes = len(normalized_shape)
     assert norm.weight.shape == norm.bias.shape == x.shape[-axes:]
     flat = {"weight": norm.weight.flatten(), "bias": norm.bias.flatten()}
-    expected = oracle(x.flatten(-axes), flat).view(shape)
-    torch.testing.assert_close(norm(x), expected, rtol=0, atol=1e-13)
+    torch.testing.assert_close(norm(x), oracle(x.flatten(-axes), flat).view(x.shape), rtol=0, atol=1e-13)
 
 
 def test_bias_and_gain_are_optional_and_a_zero_centered_gain_starts_at_0():

@@ -28,9 +28,6 @@ def model_of(placement: str, **changes) -> Llama:
     return Llama(dataclasses.replace(CONFIG, placement=placement, **changes)).eval()
 
 
-# --- residual connections --------------------------------------------------------------------------------------------
-
-
 def unit(h: Tensor) -> Tensor:
     return h / (h * h).sum(-1, keepdim=True) ** 0.5
 
@@ -126,7 +123,6 @@ def test_values_and_gradients(placement):
 
 
 NORMED = {  # on queries, keys and values, and on rotated queries and keys
-    ("reordered", "none"): ["Identity"] * 5,
     ("residual", "head"): ["RMSNorm", "RMSNorm", "Identity", "Identity", "Identity"],
     ("hybrid", "none"): ["RMSNorm", "RMSNorm", "RMSNorm", "Identity", "Identity"],
     ("hybrid-star", "head"): ["RMSNorm", "RMSNorm", "RMSNorm", "Identity", "Identity"],
@@ -154,9 +150,6 @@ def test_scales_of_ngpt():
     torch.testing.assert_close(attention.rotated_q_norm(q), 8 * scale * scale * unit(q))
     for matrix, factor in ((mlp.gate_proj, 4), (mlp.up_proj, 1), (model.lm_head, 4)):
         torch.testing.assert_close(matrix(x), factor * matrix.scale * (x @ matrix.weight.T))
-
-
-# --- sites and starts ------------------------------------------------------------------------------------------------
 
 
 def test_rezero_starts_as_the_identity_with_one_scalar_per_sublayer():
@@ -188,9 +181,6 @@ def test_mix_is_post_norm_in_the_first_quarter(layers, post):
     for site in ("attention_residual", "mlp_residual"):
         kinds = [type(block.get_submodule(site)) for block in blocks]
         assert kinds == [PostNorm] * post + [PreNorm] * (layers - post)
-
-
-# --- initialization --------------------------------------------------------------------------------------------------
 
 
 BETA = 0.42044820762685725  # (8 · 4)^-¼
