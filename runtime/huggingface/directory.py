@@ -174,8 +174,8 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
 def read_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of a directory. Raises ValueError if it is missing, damaged or does not match the model."""
     config, kind = read_config(directory)
-    model, theirs = ((directory / name).is_file() for name in ("tokenizer.model", "tokenizer.json"))
-    if kind is None or (kind == SentencePieceTokenizer.kind and (theirs or not model)):
+    theirs = (directory / "tokenizer.json").is_file()
+    if kind is None or (kind == SentencePieceTokenizer.kind and theirs):
         kind = PRETRAINED  # transformers saves a tokenizer.json, and reads no tokenizer.model beside it
     if kind == ByteTokenizer.kind and theirs:
         added = read_json(directory / "tokenizer.json", dict).get("added_tokens")
@@ -185,7 +185,6 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     ends: list[int] = []
     for ids in (described.get("eos_token_id"), generation.get("eos_token_id")):
         ends += ids if isinstance(ids, list) else [] if ids is None else [ids]
-    require(is_a(ends, list[int]), f"{directory}: eos_token_id must be a token id or a list of them")
     if kind == PRETRAINED:
         tokenizer: Tokenizer = PretrainedTokenizer(directory)
     else:
