@@ -38,10 +38,14 @@ def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
         sys.exit(BadInput.code)
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # libgomp's own number slows down a busy machine several times
     os.environ.pop("MPLBACKEND", None)  # plots go to files; a notebook's own backend may be missing
-    for name in may_close:
+    for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        lossy = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
-        setattr(sys, name, io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True))
+        if not stream:  # the command was started with it closed
+            stream = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8", closefd=False)
+        if name in may_close:
+            lossy = io.BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
+            stream = io.TextIOWrapper(lossy, stream.encoding, "backslashreplace", line_buffering=True)
+        setattr(sys, name, stream)
 
 
 def missing_packages() -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from files import write_atomically
-from pages.html import WIDTH, Style, details, figure, page, paragraph, preformatted, save_plot, settings_list
+from pages.html import WIDTH, details, figure, page, paragraph, preformatted, save_plot, settings_list
 from runtime.run_dir import SAMPLE_HEADING, Row, read_rows, read_run_file, read_samples
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ def plot_loss(rows: list[Row], gzip_bpb: float | None) -> "Figure":
         right.set_ylabel("bits per byte of validation text")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
-    legend: Style = {"ncols": 3, "frameon": False, "fontsize": "small", "handlelength": 1.5, "columnspacing": 1}
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), **legend)  # above, where no curve goes
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize="small")  # above the curves
     return plot
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def plot_streams(arms: Mapping[str, list[Row]], styles: Mapping[str, Style] = {}) -> "Figure":
     """RMS of the residual stream after each sublayer, at the first step and at the last: a line for each arm."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     plot = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     first, last = plot.subplots(1, 2, sharey=True)
@@ -35,7 +35,4 @@ def plot_streams(arms: Mapping[str, list[Row]], styles: Mapping[str, Style] = {}
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
     first.set_ylabel("residual stream, RMS")
-    first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    first.yaxis.set_major_formatter("{x:g}")
-    first.yaxis.set_minor_formatter("")
     return plot

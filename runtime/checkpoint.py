@@ -12,7 +12,6 @@ runs/NAME/checkpoints/step-000600/
 import json
 import re
 import shutil
-import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from data.tokenizer import Tokenizer
-from files import describe_write_error, read_json, require, sha256, sync
+from files import describe_write_error, read_json, require, sha256, sync, warn
 from machine import distributed
 from model import Llama
 from runtime.huggingface.directory import CONFIG, open_model, read_model, read_tokenizer, stored_state, write_model
@@ -53,7 +52,7 @@ def save_checkpoint(
     numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
     weights = _gathered(stored_state(model))
     state = _gathered({name: value for name, value in values.items() if name not in numbers})
-    described = {"step": step} | trainer | ({"numbers": numbers} if numbers else {})
+    described = {"step": step, "numbers": numbers} | trainer
 
     def retire(checkpoint: Path) -> None:  # A process killed while deleting would leave half of one under its name.
         checkpoint.rename(checkpoints / f".{checkpoint.name}-retired")
@@ -107,7 +106,6 @@ def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -
     So does `transformers`, if it has the architecture; otherwise config.json says why not. What was written is read
     again. Raises ValueError, naming the tensor, for a model that could not be loaded as it is, and leaves no files.
     """
-    require(isinstance(model, Llama), f"save the Llama itself, not {type(model).__name__}")
     directory, state = Path(directory), stored_state(model)
     directory.mkdir(parents=True, exist_ok=True)
     require(not any(directory.iterdir()), f"{directory} is not empty; name a new directory")
@@ -142,8 +140,7 @@ def find_checkpoint(where: str | Path | None) -> Path:
         return folder
     found = folder if (folder / CONFIG).is_file() else intact_checkpoint(folder, leave_out=TRAINING_STATE)
     if found is None:
-        problem = "is not a run with a checkpoint" if folder.is_dir() else "is not a directory"
-        raise ValueError(f"{folder} {problem}; name a run, one of its checkpoints, or a Hugging Face directory")
+        raise ValueError(f"{folder} has no checkpoint; name a run, one of its checkpoints, or a Hugging Face directory")
     return found
 
 
@@ -156,8 +153,8 @@ def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None
         except (OSError, ValueError) as error:
             problem = problem or str(error)
         else:
-            if problem and distributed.is_main():
-                print(f"warning: {problem}; going back to {checkpoint.name}", file=sys.stderr)
+            if problem:
+                warn(f"warning: {problem}; going back to {checkpoint.name}")
             return checkpoint
     if problem:
         raise ValueError(f"{problem}; no other checkpoint of {run} is intact")

@@ -11,7 +11,7 @@ from types import UnionType
 from typing import Any, get_origin
 
 from config import FIELDS, FIXED_ON_RESUME, PRESETS, Asked, ModelConfig, TrainConfig, as_text, check_fields, flag_name
-from files import ROOT, BadInput, commit, one_line, require
+from files import ROOT, BadInput, one_line, require
 from machine.process import bad_input
 from recipes import RECIPES
 from runtime.plugins import import_first
@@ -29,25 +29,19 @@ BY_TYPE: dict[Any, dict[str, Any]] = {  # how argparse reads an option
 }
 
 
-class PrintVersion(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        (version,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.M)
-        print(*filter(None, ["normal-llama", version, commit()]))
-        parser.exit()
-
-
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises BadInput where argparse exits. A flag that is not given sets nothing."""
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
-        self.add_argument("--version", action=PrintVersion, nargs=0, help="print the version and the commit, and exit")
+        (version,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.M)
+        self.add_argument("--version", action="version", version=f"normal-llama {version}")
 
     def read(self, arguments: list[str] | None) -> Asked:
         """The options that `arguments` set, with values of their types. `--norm-arg eps=1` is {"norm_args": {...}}."""
         given = vars(self.parse_args(arguments))
         with bad_input():
-            require("" not in given.pop("imports", ()), "--import must not be empty")  # it has been imported
+            given.pop("imports", None)  # they have been imported
             for name in ("checkpoint", "config", "init_from", "out"):  # as of a variable that a script has not set
                 require(given.get(name) != "", f"{flag_name(name)} must not be empty; leave it out or name a path")
             for name in given.keys() & FIELDS.keys():

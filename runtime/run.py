@@ -4,7 +4,6 @@ import math
 import os
 import platform
 import secrets
-import sys
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,7 +66,8 @@ def open_run(asked: Asked, command: list[str]) -> Run:
 
 def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     """Resolve the run without writing anything. Cheap checks run first."""
-    eval_only, text = asked.get("eval_only", False), asked.get("val_data") or asked.get("data") or []
+    eval_only = asked.get("eval_only", False)
+    text = asked.get("val_data") or asked.get("data") or []
     both = eval_only and asked.get("val_data") and asked.get("data")
     require(not both, "--eval-only takes --data or --val-data, not both")
     own_weights = asked.get("resume") or (eval_only and not text)
@@ -81,7 +81,8 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     paths = {*config.data, *config.val_data} - {"python", "shakespeare"}
     inside = not eval_only and any(Path(path).resolve() in above for path in paths)
     require(not inside, f"--data contains {folder or RUNS_FOLDER}, where the run is written; choose an --out elsewhere")
-    names, val_names = config.data, config.val_data
+    names = config.data
+    val_names = config.val_data
     text = other_text(text, config, earlier) if eval_only else []
     if text:
         names, val_names = [], text
@@ -96,8 +97,8 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
         known = text or not earlier or earlier[name]["hash"] == here
         require(known, f"the run in {folder} was trained with another {name}; start a new run for this one")
-    if changed and not eval_only and distributed.is_main():
-        print(f"changed: {', '.join(changed)}", file=sys.stderr)
+    if changed and not eval_only:
+        warn(f"changed: {', '.join(changed)}")
     folder = folder or RUNS_FOLDER / f"{data.corpus_name}-{model.norm}-{model.placement}"
     return Run(folder, everything, model, config, data, command, earlier)
 
@@ -130,7 +131,7 @@ def other_text(text: list[str], config: TrainConfig, earlier: RunFile | None) ->
             return []
     trained = [Path(name).resolve() for name in earlier["resolved"]["data"]] if earlier else []
     for path in map(Path.resolve, map(Path, text)):
-        if any(path == each or path in each.parents or each in path.parents for each in trained):
+        if any(path.is_relative_to(each) or each.is_relative_to(path) for each in trained):
             warn(f"warning: the run was trained on text of {path}")
     return text
 

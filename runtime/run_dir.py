@@ -72,8 +72,6 @@ def read_run_file(path: Path) -> RunFile:
 
 def load_run(folder: Path) -> RunFile:
     """The run.json of the run in `folder`. Raises ValueError if it or a log is damaged, or its checkpoints are gone."""
-    has_run = (folder / "run.json").is_file()
-    require(has_run, f"there is no run in {folder}; start one with python train.py, or name another folder")
     run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     read_rows(folder / "watch.jsonl")
     first = min(run["resolved"]["save_every"], run["resolved"]["steps"])  # a step is saved before it is evaluated
@@ -160,14 +158,11 @@ def read_rows(path: Path) -> list[Row]:
         row: Any = None
         with suppress(ValueError):
             row = json.loads(line)
-        valid = isinstance(row, dict) and is_a(row.get("step"), int)
-        damaged, advice = f"{path} is damaged: line {number}", "repair or remove the file"
-        require(valid, f"{damaged} is not a row of JSON with a step; {advice}")
-        finite = all(math.isfinite(value) for value in row.values() if isinstance(value, float))
-        require(finite, f"{damaged} has a value that is not finite; {advice}")
+        damaged = f"{path} is damaged in line {number}; repair or remove the file"
+        require(isinstance(row, dict) and is_a(row.get("step"), int), damaged)
+        require(all(math.isfinite(value) for value in row.values() if isinstance(value, float)), damaged)
         names = (row["step"], row.get("block"), row.get("site"), *row)  # what is there once
-        follows = names not in found and (not rows or row["step"] >= rows[-1]["step"])
-        require(follows, f"{damaged} does not follow the line before it; {advice}")
+        require(names not in found and (not rows or row["step"] >= rows[-1]["step"]), damaged)
         found.add(names)
         rows.append(row)
     return rows

@@ -45,7 +45,8 @@ class Watch:
     def finish(self) -> None:
         """Add what has changed, and append the rows to the file."""
         for row, name, weight in self.matrices:
-            change, before = weight.detach() - self.before[weight], self.before[weight]
+            before = self.before[weight]
+            change = weight.detach() - before
             row[f"update.{name}"] = (change.norm() / before.norm()).item()  # some weights start at zero
         for row in self.rows:
             for key, value in row.items():
@@ -120,8 +121,9 @@ def rms(x: Tensor) -> float:
 
 def max_logit(q: Tensor, k: Tensor) -> float:
     """The largest q·k/√D of a token and one that it attends to. `q` is B T H D, `k` B T K D."""
-    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)  # B T H D
-    future = torch.full((q.shape[1], q.shape[1]), -math.inf, device=q.device).triu(1)
+    length, heads = q.shape[1:3]
+    k = k.repeat_interleave(heads // k.shape[2], dim=2)  # B T H D
+    future = torch.full((length, length), -math.inf, device=q.device).triu(1)
     largest = []
     with torch.autocast(q.device.type, enabled=False):
         for q_one, k_one in zip(q.float(), k.float(), strict=True):  # one sequence at a time, for memory

@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from config import MAX_SIZE, ROPE_SCALING, ModelConfig, combine
+from config import ROPE_SCALING, ModelConfig, combine
 from files import is_a, require, warn
 from norms import KINDS
 from recipes import RECIPES
@@ -30,7 +30,6 @@ SIZES = {  # theirs, ours
     "head_dim": "head_dim",
     "max_position_embeddings": "context",
 }
-OPTIONAL = ("num_key_value_heads", "head_dim")  # a missing one follows from the others
 NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # null is off, not the default
 CARRIED = {  # fields of some architectures, and our options that say the same
     "partial_rotary_factor": "rotary_fraction",
@@ -58,7 +57,10 @@ output_attentions output_hidden_states torchscript task_specific_params id2label
 finetuning_task do_sample temperature top_k top_p typical_p repetition_penalty max_length min_length early_stopping
 num_beams num_beam_groups diversity_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
 bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
-remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens max_window_layers
+sliding_window_pattern _sliding_window_pattern rope_local_base_freq no_rope_layer_interval
+original_max_position_embeddings chunk_size_feed_forward pruned_heads is_encoder_decoder add_cross_attention
+tie_encoder_decoder
 """
 
 
@@ -70,7 +72,6 @@ class Architecture:
     defaults: its defaults for missing fields, if not those in COMMON; that of `eps` is 1e-5 otherwise.
     has: its fields in CARRIED and FOLDED.
     ours: our options besides those of the recipe.
-    unused: its other fields, which are read elsewhere or do nothing.
     square: its head_dim is always hidden_size / num_attention_heads.
     window: "" if it has no sliding_window, "off" if that is not used, "null" if we compute null only; or the layers
         that have it: "all", or those of "layer_types". With "layer_rope" these have RoPE of their own, and we none.
@@ -82,7 +83,6 @@ class Architecture:
     defaults: Fields = field(default_factory=dict)
     has: tuple[str, ...] = ()
     ours: Fields = field(default_factory=dict)
-    unused: tuple[str, ...] = ()
     square: bool = False
     window: str = ""
     names: dict[str, str] = field(default_factory=dict)
@@ -92,13 +92,12 @@ class Architecture:
 ALSO_CARRIED = ("eps", "cast_order")  # arguments of a norm; the order of casts changes rounding only
 NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "zero_centered": False, "eps": 1e-5}
 # Fields that we compute at one value only, of any architecture, or of some that have this default.
-COMMON: Fields = {"is_causal": True, "rope_interleaved": False, "partial_rotary_factor": 1.0}
-COMMON |= {"is_encoder_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False}
-COMMON |= {"chunk_size_feed_forward": 0, "pruned_heads": {}, "use_bidirectional_attention": False}
-COMMON |= {"attention_dropout": 0.0, "hidden_dropout": 0.0, "residual_dropout": 0.0, "clip_qkv": None}
-COMMON |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_logit_softcapping": None, "use_sliding_window": False}
+COMMON: Fields = {"is_causal": True, "partial_rotary_factor": 1.0}
+COMMON |= dict.fromkeys(["clip_qkv", "attn_logit_softcapping", "quantization_config"])
+COMMON |= dict.fromkeys(["attention_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"], 0.0)
 COMMON |= dict.fromkeys(["attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "use_qkv_bias"], False)
-COMMON |= dict.fromkeys(["qk_layernorm", "use_parallel_residual"], False) | {"quantization_config": None}
+COMMON |= dict.fromkeys(["qk_layernorm", "use_parallel_residual", "rope_interleaved", "use_sliding_window"], False)
+COMMON |= {"use_bidirectional_attention": False}
 THEIR_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 
 SMALL_EPS, TIED, SLIDING = {"rms_norm_eps": 1e-6}, {"tie_word_embeddings": True}, {"sliding_window": 4096}
@@ -108,7 +107,7 @@ FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
 ARCHITECTURES = {
     "llama": Architecture("Llama", defaults=SMALL_EPS),
-    "qwen3": Architecture("Qwen3", defaults=SMALL_EPS | {"head_dim": 128}, window="off", unused=("max_window_layers",)),
+    "qwen3": Architecture("Qwen3", defaults=SMALL_EPS | {"head_dim": 128}, window="off"),
     "olmo": Architecture("Olmo", eps="", ours={"norm_args": {"eps": 1e-5}}),
     "olmo2": Architecture("Olmo2"),
     "stablelm": Architecture(
@@ -126,10 +125,9 @@ ARCHITECTURES = {
     "gemma3_text": Architecture(
         "Gemma3", defaults=OF_GEMMA | {"rope_theta": 1e6},
         has=("query_pre_attn_scalar", "final_logit_softcapping"), window="layer_rope",
-        unused=("rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"),
     ),
     # With a window, other layers have no positions.
-    "exaone4": Architecture("Exaone4", defaults=SLIDING, window="null", unused=("sliding_window_pattern",)),
+    "exaone4": Architecture("Exaone4", defaults=SLIDING, window="null"),
     "glm4": Architecture(
         "Glm4", has=("partial_rotary_factor", "attention_bias"),
         defaults={"rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5},
@@ -141,7 +139,7 @@ ARCHITECTURES = {
     ),
     "arcee": Architecture("Arcee"),
     "qwen2": Architecture(  # without a field for its biases
-        "Qwen2", defaults=SMALL_EPS, ours={"attention_bias": True}, window="off", unused=("max_window_layers",),
+        "Qwen2", defaults=SMALL_EPS, ours={"attention_bias": True}, window="off",
     ),
     # What these compute is also a Llama or OLMo 2, and is saved as that unless it was read as one of these.
     "mistral": Architecture("Mistral", defaults=SMALL_EPS | SLIDING, window="all"),
@@ -149,12 +147,10 @@ ARCHITECTURES = {
     "ernie4_5": Architecture("Ernie4_5", defaults=TIED | {"rope_theta": 5e5}, interleaved=True),
     "smollm3": Architecture(
         "SmolLM3", defaults=SMALL_EPS | TIED | {"rope_theta": 2e6, "no_rope_layers": "missing"}, window="off",
-        unused=("no_rope_layer_interval", "max_window_layers"),
     ),
     "seed_oss": Architecture("SeedOss", defaults=SMALL_EPS | {"attention_bias": True}, has=("attention_bias",)),
     "phi3": Architecture(
         "Phi3", has=("partial_rotary_factor",), ours={"rope_scaling": {}}, window="all",
-        unused=("original_max_position_embeddings",),
         names=FUSED | {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"},
     ),
     "olmo3": Architecture("Olmo3", defaults=SLIDING | {"rope_theta": 5e5}, window="layer_rope"),
@@ -179,7 +175,8 @@ def _fixed(model_type: str, config: ModelConfig) -> Fields:
 
 def _differences(config: ModelConfig, model_type: str) -> list[str]:
     """What is not as the architecture has it. An option or argument of a norm that it does not name has its default."""
-    architecture, recipe, plain = ARCHITECTURES[model_type], _ours(model_type), ModelConfig()
+    architecture = ARCHITECTURES[model_type]
+    recipe, plain = _ours(model_type), ModelConfig()
     computed = [each.name for each in fields(ModelConfig) if each.metadata["export"] == "computed"]
     theirs = {name: getattr(plain, name) for name in computed}
     arguments = inspect.signature(KINDS[config.norm]).parameters
@@ -195,11 +192,16 @@ def _differences(config: ModelConfig, model_type: str) -> list[str]:
     return [f"{name} {theirs[name]}, not {ours[name]}" for name in differs]
 
 
+def _nearest(config: ModelConfig) -> str:
+    names = sorted(ARCHITECTURES, key=lambda name: name != config.model_type)  # --init-from's comes first
+    return min(names, key=lambda name: len(_differences(config, name)))
+
+
 def to_theirs(config: ModelConfig) -> Fields:
     """The fields of Hugging Face's configuration that say what the model computes. Raises ValueError if none can."""
-    names = sorted(ARCHITECTURES, key=lambda name: name != config.model_type)  # --init-from's comes first
-    nearest = min(names, key=lambda name: len(_differences(config, name)))
-    architecture, differences = ARCHITECTURES[nearest], _differences(config, nearest)
+    nearest = _nearest(config)
+    architecture = ARCHITECTURES[nearest]
+    differences = _differences(config, nearest)
     if differences:
         reason = f"{architecture.name}, the nearest, has {', '.join(differences)}"
         raise ValueError(f"no Hugging Face architecture computes this: {reason}")
@@ -233,16 +235,12 @@ def from_theirs(theirs: Fields) -> ModelConfig:
     supported = list(ARCHITECTURES)
     require(model_type in supported, f"model_type {model_type!r} is not supported; {', '.join(supported)} are")
     architecture = ARCHITECTURES[model_type]
-    names, expected = theirs.get("architectures"), [f"{architecture.name}ForCausalLM"]
+    names = theirs.get("architectures")
+    expected = [f"{architecture.name}ForCausalLM"]
     require(names in (None, expected), f"architectures must be {expected}, not {names!r}")
     theirs = _with_defaults(theirs)
     given = _ours(model_type)
-    for name, ours in SIZES.items():
-        value = theirs.get(name)
-        if value is not None or name not in OPTIONAL:
-            valid = type(value) is int and 1 <= value <= MAX_SIZE
-            require(valid, f"{name} must be a positive integer up to {MAX_SIZE}, not {value!r}")
-            given[ours] = value
+    given |= {ours: theirs.get(name) for name, ours in SIZES.items()}
     if architecture.eps:
         given["norm_args"] |= {"eps": _number(theirs, architecture.eps, 1e-5)}
     types = theirs.get("layer_types") or LAYER_TYPES[: 2 if architecture.window.startswith("layer") else 1]
@@ -257,10 +255,7 @@ def from_theirs(theirs: Fields) -> ModelConfig:
     config = ModelConfig(**given, tie_embeddings=theirs.get("tie_word_embeddings", False))
     window, windowed = theirs.get("sliding_window"), architecture.window == "all" or LAYER_TYPES[1] in types
     whole = window is None or (is_a(window, int) and window >= config.context)
-    least = f"only null or at least max_position_embeddings, {config.context}"
-    require(whole or not windowed, f"sliding_window {window!r} is not supported, {least}")
-    for name in FOLDED.keys() & architecture.has:
-        require(_number(theirs, name, 1.0) > 0, f"{name} must be positive, not {theirs.get(name)!r}")
+    require(whole or not windowed, f"sliding_window {window!r} is not supported; null and {config.context} or more are")
     fixed = {name: value for name, value in COMMON.items() if name not in architecture.has}
     fixed |= _fixed(model_type, config)
     for name, value in fixed.items():
@@ -269,19 +264,19 @@ def from_theirs(theirs: Fields) -> ModelConfig:
             warn(f"{name} {actual} is not used: --dropout is that of training")
         else:
             require(actual == value, f"{name} {actual!r} is not supported, only {value!r}")
-    known = {*SIZES, *OTHERS.split(), *fixed, *architecture.has, *architecture.unused, architecture.eps}
+    known = {*SIZES, *OTHERS.split(), *fixed, *architecture.has, architecture.eps}
     known |= {"sliding_window"} if architecture.window else set()
     for name in (name for name in theirs.keys() - known if not name.startswith("unsloth_")):
         raise ValueError(f"{name!r} is not a known field of {architecture.name}, and may change what it computes")
     differences = _differences(config, model_type)
     require(not differences, f"{architecture.name} has {', '.join(differences)}")
-    nearest = min(ARCHITECTURES, key=lambda name: len(_differences(config, name)))
-    return config if nearest == model_type else replace(config, model_type=model_type)
+    return config if _nearest(config) == model_type else replace(config, model_type=model_type)
 
 
 def layout(theirs: Fields, config: ModelConfig) -> Layout:
     """How the weights of `config` are stored beside the configuration `theirs`."""
-    model_type, factors = theirs["model_type"], dict[str, float]()
+    model_type = theirs["model_type"]
+    factors: dict[str, float] = {}
     if model_type == OWN_TYPE:
         return Layout(config)
     for name in FOLDED.keys() & ARCHITECTURES[model_type].has:

@@ -111,7 +111,6 @@ def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
         own = described.get(OWN)
         if own is None:
             return from_theirs(described), None
-        require(is_a(own, dict), f"{OWN} is damaged")
         version = own["format"]
         require(version == FORMAT, f"another version of normal-llama wrote it: its format is {version!r}, not {FORMAT}")
         check_fields(own["model"], OWN)
@@ -174,18 +173,17 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
 def read_tokenizer(directory: Path) -> Tokenizer:
     """The tokenizer of a directory. Raises ValueError if it is missing, damaged or does not match the model."""
     config, kind = read_config(directory)
-    model, theirs = ((directory / name).is_file() for name in ("tokenizer.model", "tokenizer.json"))
-    if kind is None or (kind == SentencePieceTokenizer.kind and (theirs or not model)):
+    theirs = (directory / "tokenizer.json").is_file()
+    if kind is None or (kind == SentencePieceTokenizer.kind and theirs):
         kind = PRETRAINED  # transformers saves a tokenizer.json, and reads no tokenizer.model beside it
     if kind == ByteTokenizer.kind and theirs:
-        added = read_json(directory / "tokenizer.json", dict).get("added_tokens")
-        kind = PRETRAINED if is_a(added, list[dict]) and len(added) > 1 else kind  # tokens were added to ours
+        added = read_json(directory / "tokenizer.json", dict).get("added_tokens", ())
+        kind = PRETRAINED if len(added) > 1 else kind  # tokens were added to ours
     described = read_json(directory / CONFIG, dict)
     generation = read_json(directory / GENERATION, dict) if (directory / GENERATION).is_file() else {}
     ends: list[int] = []
     for ids in (described.get("eos_token_id"), generation.get("eos_token_id")):
         ends += ids if isinstance(ids, list) else [] if ids is None else [ids]
-    require(is_a(ends, list[int]), f"{directory}: eos_token_id must be a token id or a list of them")
     if kind == PRETRAINED:
         tokenizer: Tokenizer = PretrainedTokenizer(directory)
     else:

@@ -1,6 +1,5 @@
 """This machine, and others with cards, pretended by their files, commands, names, capabilities and memory."""
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import files
 import train
 from machine import device as machine_device
-from machine.device import peak_memory, pick_device, pick_dtype, unused_gpu
+from machine.device import pick_device, pick_dtype, unused_gpu
 from runtime import run
 from runtime.flags import read_train
 
@@ -60,8 +59,6 @@ def card(monkeypatch: pytest.MonkeyPatch, install: Callable) -> Callable[..., No
     "built_for, version, file, why",
     [
         ("cuda", None, "nvidia-smi", "an NVIDIA GPU, but torch 2.13.0+cpu is not built for it"),
-        ("cuda", "13.0", "proc/driver/nvidia/version", "finds no driver for version 13.0 of its libraries"),
-        ("hip", None, "dev/kfd", "an AMD GPU, but torch 2.13.0+cpu is not built for it"),
         ("hip", "7.1", "dev/kfd", "finds no driver for version 7.1 of its libraries"),
     ],
 )
@@ -80,28 +77,22 @@ def test_a_gpu_that_torch_does_not_use_is_named(built_for, version, file, why, i
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda:0"])
-def test_a_card_that_torch_has_no_kernels_for_is_refused(device, card, refused, monkeypatch):
-    """Machine code runs on later cards of its generation, and PTX on all later cards."""
+def test_a_card_that_torch_has_no_kernels_for_is_refused(device, card, refused):
     card((7, 0))
     why = "compute capability 7.0, and torch 2.13.0+cpu has no kernels for it: see docs/gpu.md, or use --device cpu"
     assert refused(train.main, f"--device {device}".split()) == f"error: NVIDIA card has {why}\n"
-    for capability in ((7, 5), (8, 9), (12, 1), (13, 0)):
+    for capability in ((7, 5), (13, 0)):
         card(capability)
         assert pick_device(device).type == "cuda"
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_50", "sm_90"])
-    assert "has no kernels for it" in refused(train.main, f"--device {device}".split())
 
 
 @pytest.mark.parametrize(
     "capability, memory, flags, expected",
     [
         ((7, 5), 15.8e9, "", ("float16", 64, 64, True)),
-        ((8, 6), 12.6e9, "--steps 749", ("bfloat16", 64, 64, False)),
         ((8, 9), 8.6e9, "--steps 375", ("bfloat16", 64, 32, True)),
         ((8, 6), 5.9e9, "--steps 187", ("bfloat16", 64, 16, False)),
-        ((8, 9), 8.6e9, "--micro-batch-size 64 --steps 750", ("bfloat16", 64, 64, True)),
         ((12, 0), 8.6e9, "--batch-size 24", ("bfloat16", 24, 24, True)),
-        ((8, 9), 8.6e9, "--norm batchnorm", ("bfloat16", 64, 64, True)),
         ((8, 9), 8.6e9, "--norm batchnorm --micro-batch-size 16", ("bfloat16", 64, 16, True)),
     ],
 )
@@ -113,9 +104,7 @@ def test_the_default_run_fits_the_card(capability, memory, flags, expected, card
     assert model.dim == 384
 
 
-@pytest.mark.parametrize(
-    "flags", ["--dtype float16", "--watch 5", "--recompute", "--deterministic", "--norm batchnorm"]
-)
+@pytest.mark.parametrize("flags", ["--dtype float16", "--watch 5", "--recompute", "--norm batchnorm"])
 def test_a_cuda_graph_is_refused_where_replays_would_differ(flags, card, refused):
     card((8, 9))
     assert run.resolve(read_train(["--cuda-graph"]))[2].cuda_graph
@@ -167,9 +156,6 @@ def test_long_runs_are_compiled_if_they_can_be(device, compiler, card, install, 
     assert refused(train.main, f"{flags} --compile".split()).startswith("error: --compile needs a compiler: ")
     install(compiler)
     assert resolved(2000) == (True, "")
-    with monkeypatch.context() as patch:  # what is named is used, not what is there
-        patch.setenv("CC" if device == "cuda" else "CXX", "icx")
-        assert resolved(2000)[1].startswith(f"{line}a compiler: icx, or")
     (tmp_path / "include/Python.h").unlink()
     assert resolved(2000) == (False, f"{line}Python's headers, which are not in {tmp_path}/include\n")
 
@@ -180,7 +166,6 @@ def test_long_runs_are_compiled_if_they_can_be(device, compiler, card, install, 
         ("AVX512", "AuthenticAMD avx512f avx512_bf16", "bfloat16"),
         ("AVX512", "GenuineIntel avx512f avx512_bf16 amx_bf16 amx_tile", "bfloat16"),
         ("AVX512", "GenuineIntel avx512f avx512_bf16", "float32"),  # slower in bfloat16
-        ("AVX512", "AuthenticAMD avx512f", "float32"),
         ("AVX2", "AuthenticAMD avx512f avx512_bf16", "float32"),  # torch is limited to AVX2
         ("DEFAULT", "", "float32"),  # no /proc/cpuinfo, as on macOS and Windows
     ],
@@ -193,10 +178,3 @@ def test_auto_takes_bfloat16_on_a_cpu_only_where_it_is_much_faster(capability, w
     monkeypatch.setattr(machine_device, "Path", lambda path: tmp_path / Path(path).name)
     assert pick_dtype("auto", CPU) is getattr(torch, chosen)
     assert pick_dtype("bfloat16", CPU) is torch.bfloat16 and pick_dtype("float32", CPU) is torch.float32
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_peak_memory_is_in_bytes():
-    """At least what this process has now, which /proc says in kB."""
-    (now,) = re.findall(r"VmRSS:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert 0.9 < peak_memory(CPU) / (1024 * int(now)) < 100

