@@ -6,6 +6,8 @@ What was asked is a mapping of options to values, wherever it comes from: flags,
 import dataclasses
 import difflib
 import math
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,25 +31,39 @@ FIXED_ON_RESUME = ("tokenizer", "seed", "batch_size", "order", "optimizer")  # T
 ARGUMENTS = {"norm_args": "norm", "qk_norm_args": "norm", "placement_args": "placement"}  # and what they are for
 # Options about a part of the model, and the option that adds the part, unless it is "none".
 NEEDS = {"qk_norm_args": "qk_norm", "qk_norm_after_rope": "qk_norm", "gate_activation": "attention_gate"}
+# Comparisons of a value with a bound, and what an error says. NaN is within no bounds.
+COMPARISONS: dict[str, Any] = {
+    "at least": operator.ge,
+    "at most": operator.le,
+    "above": operator.gt,
+    "below": operator.lt,
+}
+Bounds = Mapping[str, float]
+COUNT: Bounds = {"at least": 1, "at most": MAX_SIZE}
+NOT_NEGATIVE: Bounds = {"at least": 0, "below": math.inf}
+POSITIVE: Bounds = {"above": 0, "below": math.inf}
+FRACTION: Bounds = {"at least": 0, "below": 1}
+USUAL_BOUNDS: dict[Any, Bounds] = {int: COUNT, float: NOT_NEGATIVE}
 WSD_DECAY = 0.2  # fraction of all steps in which the schedule `wsd` decays
 NOT_PRETRAINED = ("context", "trained_context", "dropout")  # these may differ from those of --init-from
 
 
-def option(default: Any, help: str, export: str = "computed", **argument: Any) -> Any:
+def option(default: Any, help: str, export: str = "computed", bounds: Mapping[str, float] = {}, **argument: Any) -> Any:
     """A dataclass field that is also a flag, unless it has no help. Extra keywords go to argparse's `add_argument`.
 
+    bounds: of a number that is not None, as in COMPARISONS, if not those that are usual for its type.
     export: "carried" if the configurations of transformers have it, "training" if it does not change what a trained
         model computes. A computed option must be at its default for an architecture that does not name it.
     """
-    metadata = {"help": help, "export": export, **argument}
+    metadata = {"help": help, "export": export, "bounds": bounds, **argument}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def carried(default: Any, help: str) -> Any:
+def carried(default: Any, help: str, bounds: Mapping[str, float] = {}) -> Any:
     """An option that the configurations of transformers have."""
-    return option(default, help, export="carried")
+    return option(default, help, export="carried", bounds=bounds)
 
 
 def flag_name(option_name: str) -> str:
@@ -64,7 +80,8 @@ def as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool | None) else str(value)
 
 
-def _check_values(config: Any) -> None:
+def check_values(config: Any) -> None:
+    """Raise ValueError, naming the flag, unless each field has a value of its type, choices and bounds."""
     for each in dataclasses.fields(config):
         choices, value = each.metadata.get("choices"), getattr(config, each.name)
         kind: Any = each.type
@@ -72,6 +89,10 @@ def _check_values(config: Any) -> None:
             raise ValueError(f"{flag_name(each.name)} must be of type {kind.__name__}, not {value!r}")
         if choices and value not in (*choices, each.default):
             raise ValueError(f"unknown {flag_name(each.name)} {value!r}; choose from {', '.join(choices)}")
+        bounds = each.metadata["bounds"] or USUAL_BOUNDS.get(kind, {})
+        valid = value is None or all(COMPARISONS[words](value, bound) for words, bound in bounds.items())
+        wanted = " and ".join(f"{words} {bound}" for words, bound in bounds.items())
+        require(valid, f"{flag_name(each.name)} must be {wanted}, not {value}")
 
 
 def _derive(config: Any, **values: Any) -> None:
@@ -79,14 +100,6 @@ def _derive(config: Any, **values: Any) -> None:
     for name, value in values.items():
         if getattr(config, name) is None:
             object.__setattr__(config, name, value)
-
-
-def check_sizes(config: Any, *names: str, most: int = MAX_SIZE) -> None:
-    """Raise ValueError, naming the flag, unless each field is None or from 1 to `most`."""
-    for name in names:
-        value, flag = getattr(config, name), flag_name(name)
-        require(value is None or value >= 1, f"{flag} must be at least 1, not {value}")
-        require(value is None or value <= most, f"{flag} must be at most {most}, not {value}")
 
 
 @dataclass(frozen=True)
@@ -117,7 +130,7 @@ class ModelConfig:
     attention_cap: float = option(0.0, "cap attention's scores s at c, as c·tanh(s/c); slower; 0 turns it off")
     logit_cap: float = option(0.0, "cap the logits in the same way; 0 turns it off")
     dim: int = carried(128, "width of the residual stream")
-    layers: int = carried(4, "number of blocks")
+    layers: int = carried(4, "number of blocks", bounds={"at least": 1, "at most": MAX_LAYERS})
     heads: int = carried(2, "number of attention heads")
     kv_heads: int = carried(None, "number of key/value heads, for grouped-query attention (default: --heads)")
     head_dim: int = carried(None, "features per head (default: --dim / --heads)")
@@ -129,7 +142,7 @@ class ModelConfig:
     vocab_size: int = carried(2048, "number of token ids; always 257 with --tokenizer bytes")
     trained_context: int = carried(None, "")  # the context of --init-from, if it was longer
     model_type: str = carried("", "")  # Hugging Face's for --init-from, if a model like it is saved as another
-    rope_theta: float = carried(10000.0, "base of the rotary frequencies")
+    rope_theta: float = carried(10000.0, "base of the rotary frequencies", bounds=POSITIVE)
     rope_scaling: dict[str, float] = carried(
         {}, f"Llama 3's scaling of RoPE; needs all of {', '.join(ROPE_SCALING)}, one per flag"
     )
@@ -138,7 +151,7 @@ class ModelConfig:
     scaled_embedding: bool = option(False, "multiply the embedding by a learned scalar, initially sqrt(--dim) (DyT)")
     embedding_scale: float | str = option(1.0, "multiply the embedding by this constant; sqrt is that of --dim (Gemma)")
     z_loss: float = option(0.0, "also minimize this times the mean square of log Σ exp(logits)", export="training")
-    dropout: float = option(0.0, "dropout probability in training, for small corpora", export="training")
+    dropout: float = option(0.0, "dropout probability in training, for small corpora", "training", FRACTION)
     init: str = option(
         None,
         "initial weights: N(0, 0.02²) for normal, N(0, 2/(inputs + outputs)) for xavier (default: normal; xavier for "
@@ -153,9 +166,7 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_values(self)
-        check_sizes(self, "layers", most=MAX_LAYERS)
-        check_sizes(self, "dim", "heads", "kv_heads", "head_dim", "hidden_dim", "context", "vocab_size")
+        check_values(self)
         require(self.context > 1, "--context must be at least 2, not 1")
         divisible = self.head_dim or self.dim % self.heads == 0
         require(divisible, f"--dim {self.dim} is not divisible by --heads {self.heads}")
@@ -172,20 +183,15 @@ class ModelConfig:
         require(self.heads % self.kv_heads == 0, f"--heads {self.heads} is not divisible by --kv-heads {self.kv_heads}")
         if self.embedding_scale == "sqrt":
             object.__setattr__(self, "embedding_scale", math.sqrt(self.dim))
-        for name in ("rope_theta", "embedding_scale"):
-            value = getattr(self, name)
-            positive = is_a(value, float) and 0 < value < math.inf
-            require(positive, f"{flag_name(name)} must be a positive number, not {value}")
-        for name in ("attention_cap", "logit_cap", "z_loss"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"{flag_name(name)} must be 0 or more and finite, not {value}")
+        scale: Any = self.embedding_scale
+        positive = is_a(scale, float) and 0 < scale < math.inf
+        require(positive, f"--embedding-scale must be a positive number, not {scale}")
         scaling = self.rope_scaling
         if scaling:
             valid = scaling.keys() == set(ROPE_SCALING) and is_a(scaling, dict[str, float])
             valid = valid and all(0 < value < math.inf for value in scaling.values())
             valid = valid and scaling["low_freq_factor"] < scaling["high_freq_factor"]
             require(valid, f"--rope-scaling takes all of {', '.join(ROPE_SCALING)}: positive numbers, low below high")
-        require(0 <= self.dropout < 1, f"--dropout must be at least 0 and below 1, not {self.dropout}")
         qk_norm = self.qk_norm != "none"
         free = qk_norm and not placement.own_norm
         require(free or not self.qk_norm_after_rope, "--qk-norm-after-rope needs --qk-norm, and not --placement ngpt")
@@ -242,13 +248,13 @@ class TrainConfig:
     steps: int = option(500, "optimizer steps")
     batch_size: int = option(8, "sequences in one optimizer step, over all ranks")
     micro_batch_size: int = option(None, "maximum sequences per forward pass; must divide --batch-size (default: all)")
-    lr: float = option(0.015, "peak learning rate")
+    lr: float = option(0.015, "peak learning rate", bounds=POSITIVE)
     vector_lr: float = option(
         1.0, "learning rate of vectors and scalars, which norms and placements own, relative to the embedding's"
     )
     schedule: str = option("linear", "learning rate after the warmup", choices=["linear", "cosine", "wsd", "constant"])
     min_lr: float = option(0.0, "learning rate at which the schedules linear, cosine and wsd end")
-    warmup: int = option(None, "steps of linear warmup (default: 5%% of --steps)")
+    warmup: int = option(None, "steps of linear warmup (default: 5%% of --steps)", bounds=NOT_NEGATIVE)
     weight_decay: float = option(0.1, "weight decay of the matrices in the blocks, and of what --decay-gains names")
     decay_gains: str = option(
         "none",
@@ -261,9 +267,9 @@ class TrainConfig:
         "adamw, or muon for the matrices in the blocks and the last map of mhc, and AdamW (at twice --lr) for the rest",
         choices=["muon", "adamw"],
     )
-    momentum: float = option(0.85, "Muon's momentum; use about 0.95 for longer runs")
+    momentum: float = option(0.85, "Muon's momentum; use about 0.95 for longer runs", bounds=FRACTION)
     clip: float = option(1.0, "maximum norm of the gradient; 0 turns clipping off")
-    seed: int = option(0, "seed of initial weights, batches and dropout")
+    seed: int = option(0, "seed of initial weights, batches and dropout", bounds={"at least": 0, "below": 2**63})
     order: str = option("random", "random windows, or adjacent ones, each once an epoch", choices=["random", "epochs"])
     device: str = option("auto", DEVICES, metavar="DEVICE")
     dtype: str = option("auto", "dtype of matmuls; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
@@ -279,29 +285,24 @@ class TrainConfig:
     save_minutes: float = option(0.0, "also save a checkpoint this many minutes after the last one; 0 is off")
     max_minutes: float = option(0.0, "after this many minutes of training, save and stop as at a SIGTERM; 0 is off")
     keep: int = option(2, "number of newest checkpoints to keep")
-    watch: int = option(0, "steps between rows on the model in watch.jsonl; also the first and the last step; 0 is off")
+    watch: int = option(
+        0, "steps between rows in watch.jsonl; also the first and the last step; 0 is off", bounds=NOT_NEGATIVE
+    )
     log: str = option("none", "also log to this tracker; needs its package", choices=["none", "tensorboard", "wandb"])
     out: str = option("", "folder to write to (default: one under runs/)", metavar="DIR")
     cache_dir: str = option(".cache", "directory for prepared corpora", metavar="DIR")
 
     def __post_init__(self) -> None:
-        _check_values(self)
+        check_values(self)
         _derive(self, micro_batch_size=self.batch_size, warmup=self.steps // 20)
-        check_sizes(self, "steps", "batch_size", "micro_batch_size", "eval_every", "eval_tokens", "save_every", "keep")
         require(self.tokenizer != "pretrained" or self.init_from, "--tokenizer pretrained needs --init-from")
         require(self.data and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
         require(all(self.val_data), "--val-data must not be empty; name python, shakespeare, or a path")
         require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
-        for name in ("warmup", "vector_lr", "weight_decay", "clip", "seed", "watch", "save_minutes", "max_minutes"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"{flag_name(name)} must be 0 or more and finite, not {value}")
-        require(self.seed < 2**63, f"--seed must be below 2**63, not {self.seed}")
-        require(0 < self.lr < math.inf, f"--lr must be a positive number, not {self.lr}")
         require(0 <= self.min_lr <= self.lr, f"--min-lr must be from 0 to --lr, {self.lr}, not {self.min_lr}")
         longest = int(self.steps * (1 - WSD_DECAY)) if self.schedule == "wsd" else self.steps - 1
         too_long = f"--warmup {self.warmup} is too long: with --steps {self.steps} and --schedule {self.schedule}"
         require(self.warmup <= longest, f"{too_long} it can be at most {longest}")
-        require(0 <= self.momentum < 1, f"--momentum must be at least 0 and below 1, not {self.momentum}")
         micro = f"--micro-batch-size {self.micro_batch_size}"
         divisible = self.batch_size % self.micro_batch_size == 0
         require(divisible, f"--batch-size {self.batch_size} is not divisible by {micro}")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from config import DEVICES, DTYPES, check_sizes, option
+from config import DEVICES, DTYPES, FRACTION, NOT_NEGATIVE, check_values, option
 from data.tokenizer import Tokenizer
 from files import require
 from machine.device import autocast, pick_device, pick_dtype, set_up_cpu, to_device
@@ -45,17 +45,17 @@ class Sampling:
         None, f"maximum number of new tokens (default: as many as fit into the context, at most {DEFAULT_TOKENS})"
     )
     temperature: float = option(0.8, "divide the logits by this; 0 is greedy decoding")
-    top_k: int = option(0, "sample from the k most likely tokens; 0 is off")
-    top_p: float = option(1.0, "sample from the smallest set of tokens with total probability p")
-    min_p: float = option(0.0, "sample from tokens with at least this fraction of the highest probability")
-    seed: int = option(0, "random seed")
+    top_k: int = option(0, "sample from the k most likely tokens; 0 is off", bounds=NOT_NEGATIVE)
+    top_p: float = option(
+        1.0, "sample from the smallest set of tokens with total probability p", bounds={"above": 0, "at most": 1}
+    )
+    min_p: float = option(
+        0.0, "sample from tokens with at least this fraction of the highest probability", bounds=FRACTION
+    )
+    seed: int = option(0, "random seed", bounds={"at least": -math.inf})
 
     def __post_init__(self) -> None:
-        check_sizes(self, "tokens")
-        require(0 <= self.temperature < math.inf, f"--temperature must be 0 or more and finite, not {self.temperature}")
-        require(self.top_k >= 0, f"--top-k must be at least 1, or 0 for all, not {self.top_k}")
-        require(0 < self.top_p <= 1, f"--top-p must be above 0 and at most 1, not {self.top_p}")
-        require(0 <= self.min_p < 1, f"--min-p must be at least 0 and below 1, not {self.min_p}")
+        check_values(self)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class Options(Sampling):
     stop: list[str] = option(
         [], "end the output before this text; may be repeated", action="append", nargs=None, metavar="TEXT"
     )
-    samples: int = option(1, "number of samples")
+    samples: int = option(1, "number of samples", bounds={"at least": 1, "at most": 1 << 16})
     device: str = option("auto", DEVICES, metavar="DEVICE")
     dtype: str = option("auto", "dtype of matmuls; auto is bfloat16 or float16 if fast, else float32", choices=DTYPES)
     fast: bool = option(True, "on a CPU and without --compile, use the C code in fast/ if it supports this model")
@@ -78,7 +78,6 @@ class Options(Sampling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sizes(self, "samples", most=1 << 16)
         require(all(self.stop), "--stop must not be empty")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from config import Asked, check_sizes, combine, fields_of, option
+from config import Asked, check_values, combine, fields_of, option
 from data.prepare import prepare
 from experiments.arms import Configs, asked_of, ladder, resolve_arms, resolve_factors
 from experiments.costs import EQUAL, costs, equal_steps, step_times
@@ -44,7 +44,7 @@ class AblationConfig:
         "values of another option to compare, such as optimizer=muon,adamw; the first is the baseline; may be repeated",
         metavar="NAME=V1,V2",
     )
-    seeds: int = option(3, "number of seeds per arm, from --seed on")
+    seeds: int = option(3, "number of seeds per arm, from --seed on", bounds={"at least": 1, "at most": SEARCH})
     lrs: list[float] = option(
         [],
         "learning rates from which the search for each arm's best one starts, in addition to --lr, on another seed",
@@ -74,7 +74,7 @@ class AblationConfig:
 
 def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     """The runs of an ablation, from its options and what all ask of train.py. Raises ValueError for invalid ones."""
-    check_sizes(options, "seeds", "jobs", "threads", most=SEARCH)
+    check_values(options)
     require(all(0 < lr < math.inf for lr in options.lrs), "--lrs must be positive numbers")
     for name, example in (("norm", "dyt:alpha=1"), ("placement", "mhc:streams=2")):
         require(f"{name}_args" not in asked, f"--{name}-arg is for a single run; write --{name}s {example}")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from config import DEVICES, TrainConfig, check_sizes, option
+from config import DEVICES, TrainConfig, check_values, option
 from generate import cast_matrices, generate
 from machine.device import autocast, check_compile, peak_memory
 from model import Llama
@@ -41,7 +41,7 @@ class RoundsConfig:
     rounds: int = option(7, "number of measured rounds")
 
     def __post_init__(self) -> None:
-        check_sizes(self, *(name for name, value in vars(self).items() if type(value) is int))
+        check_values(self)
 
 
 @dataclass(frozen=True)

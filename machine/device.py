@@ -57,14 +57,17 @@ def unused_gpu() -> str:
 
 
 def check_kernels(device: torch.device) -> None:
-    """Raise ValueError if this build of torch has no kernels for an old GPU. Torch's own warning says which has."""
+    """Raise ValueError if this build of torch has no kernels for the GPU. Torch's own warning says which build has."""
     if not torch.version.cuda:  # ROCm, whose cards have no such number
         return
     major, minor = torch.cuda.get_device_capability(device)
-    oldest = min(map(int, re.findall(r"_(\d+)", " ".join(torch.cuda.get_arch_list()))))
+    compiled = re.findall(r"(sm|compute)_(\d+)", " ".join(torch.cuda.get_arch_list()))
+    earlier = [(kind, int(number) // 10) for kind, number in compiled if int(number) <= 10 * major + minor]
+    # Machine code (sm) runs on later cards of the same generation, PTX (compute) on all later ones.
+    found = any(kind == "compute" or generation == major for kind, generation in earlier)
     card = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
     reason = f"torch {torch.__version__} has no kernels for it: see docs/gpu.md, or use --device cpu"
-    require(10 * major + minor >= oldest, f"{card}, and {reason}")
+    require(found, f"{card}, and {reason}")
 
 
 # --- dtypes and kernels ----------------------------------------------------------------------------------------------

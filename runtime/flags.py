@@ -118,7 +118,7 @@ def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collec
             argument["help"] += f" (default: {as_text(default)})"
         if each.name in hidden:
             argument["help"] = argparse.SUPPRESS
-        del argument["export"]
+        del argument["export"], argument["bounds"]
         parser.add_argument(flag_name(each.name), **argument)
 
 

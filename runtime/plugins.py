@@ -81,7 +81,7 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
     """Raise ValueError if an imported norm would give wrong results, or could not be loaded from a checkpoint."""
     if not any(config.norm in record["norms"] for record in import_records()):
         return
-    named = f"--norm {config.norm}"
+    named, traits = f"--norm {config.norm}", TRAITS[config.norm]
     tensors = "contiguous parameters and persistent buffers of its own, none float64"
     unsaved = f"{named} could not be loaded from a checkpoint: its tensors must be {tensors}"
     make = partial(build_norm, config.norm, config.dim, "attention", **config.norm_args)
@@ -89,9 +89,11 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
     x = torch.ones(2, 8, config.dim, device=device).cumsum(0).cumsum(1).cumsum(2).sin()  # different values
     changed = torch.cat([x[:, :-1], x[:, -1:] + 1], dim=1)
     for training in (True, False):
-        y, later = (_apply(norm.train(training), tokens, named) for tokens in (x, changed))
-        causal = torch.equal(y[:, :-1], later[:, :-1]) or (training and not TRAITS[config.norm].causal_in_training)
+        y, later, first = (_apply(norm.train(training), tokens, named) for tokens in (x, changed, x[:1]))
+        causal = torch.equal(y[:, :-1], later[:, :-1]) or (training and not traits.causal_in_training)
         require(causal, f"{named} lets a token see later tokens")
+        alone = torch.equal(y[:1], first) or not traits.per_token
+        require(alone, f"{named} mixes the sequences of a batch; register it with per_token=False")
     try:
         state = load(save(norm.state_dict()))
         with torch.device("meta"):  # checkpoints are loaded this way

@@ -244,13 +244,12 @@ def describe_run(run: Run, parameters: int) -> RunFile:
     """The contents of `run.json`: what is needed to repeat the run, and what it ran on. All ranks call it."""
     new = run.config.init_from and not run.earlier and distributed.is_main()
     origin = {"weights_from": weight_hashes(run.config.init_from)} if new else {}
-    lost = {"lost": run.data.lost} if run.data.lost else {}
     return {
         "asked": run.asked,
         "resolved": fields_of(run.model_config, run.config),
         "parameters": parameters,
         "corpus": {"name": run.data.corpus_name, "hash": run.data.corpus_hash},
-        "tokenizer": {"kind": run.data.tokenizer.kind, "hash": run.data.tokenizer.hash} | lost,
+        "tokenizer": {"kind": run.data.tokenizer.kind, "hash": run.data.tokenizer.hash, "lost": run.data.lost},
         "imports": import_records(),
         "commit": commit(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

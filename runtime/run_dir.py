@@ -72,6 +72,8 @@ def read_run_file(path: Path) -> RunFile:
 
 def load_run(folder: Path) -> RunFile:
     """The run.json of the run in `folder`. Raises ValueError if it or a log is damaged, or its checkpoints are gone."""
+    has_run = (folder / "run.json").is_file()
+    require(has_run, f"there is no run in {folder}; start one with python train.py, or name another folder")
     run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     read_rows(folder / "watch.jsonl")
     first = min(run["resolved"]["save_every"], run["resolved"]["steps"])  # a step is saved before it is evaluated

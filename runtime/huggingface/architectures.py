@@ -256,6 +256,8 @@ def from_theirs(theirs: Fields) -> ModelConfig:
     window, windowed = theirs.get("sliding_window"), architecture.window == "all" or LAYER_TYPES[1] in types
     whole = window is None or (is_a(window, int) and window >= config.context)
     require(whole or not windowed, f"sliding_window {window!r} is not supported; null and {config.context} or more are")
+    for name in FOLDED.keys() & architecture.has:
+        require(_number(theirs, name, 1.0) > 0, f"{name} must be positive, not {theirs.get(name)!r}")
     fixed = {name: value for name, value in COMMON.items() if name not in architecture.has}
     fixed |= _fixed(model_type, config)
     for name, value in fixed.items():

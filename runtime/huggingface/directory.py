@@ -184,6 +184,7 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     ends: list[int] = []
     for ids in (described.get("eos_token_id"), generation.get("eos_token_id")):
         ends += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    require(is_a(ends, list[int]), f"{directory}: eos_token_id must be a token id or a list of them")
     if kind == PRETRAINED:
         tokenizer: Tokenizer = PretrainedTokenizer(directory)
     else:

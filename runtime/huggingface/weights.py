@@ -134,7 +134,10 @@ def weight_files(directory: Path) -> list[Path]:
         raise ValueError(f"{directory} holds no {WEIGHTS} and no {INDEX}; {pickled}")
     weight_map = read_json(path, dict).get("weight_map")
     require(is_a(weight_map, dict[str, str]), f"{path}: not an index with a weight_map")
-    return [directory / file for file in sorted(set(weight_map.values()))]
+    files = [Path(file) for file in sorted(set(weight_map.values()))]
+    inside = all(str(file) == file.name and file.suffix == ".safetensors" for file in files)
+    require(inside, f"{path}: weight_map names what is not a .safetensors file in this directory")
+    return [directory / file for file in files]
 
 
 def stored_tensors(*files: Path) -> dict[str, StoredTensor]:

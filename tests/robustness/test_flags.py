@@ -19,7 +19,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--laers 3 --stesp 4": (train.main, "did you mean --layers and --steps?"),
     "--out taken": (train.main, "already holds a run; add --resume"),
     "--out text.txt": (train.main, "--out text.txt is a file"),
-    "--resume --out missing": (train.main, "missing/run.json is missing or damaged"),
+    "--resume --out missing": (train.main, "there is no run in missing"),
     "--resume --out taken --preset small": (train.main, "--preset and --config are for new runs"),
     "--data . --norm dyt": (train.main, "--data contains runs, where the run is written; choose an --out elsewhere"),
     "--data python --out python/x --context 99999999": (train.main, "split has at most"),  # the folder is no text
@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--norm batchnorm --recompute": (train.main, "--recompute does not support --norm batchnorm"),
     "--config missing.json": (train.main, "missing.json is missing or damaged"),
     "--samples 0 --checkpoint taken": (generate.main, "--samples must be at least 1"),
-    "--checkpoint taken --temperature -1": (generate.main, "--temperature must be 0 or more and finite, not -1.0"),
+    "--checkpoint taken --temperature -1": (generate.main, "--temperature must be at least 0 and below inf, not -1.0"),
     "--checkpoint taken --top-p 0": (generate.main, "--top-p must be above 0 and at most 1, not 0.0"),
     "--checkpoint taken --tokens 16": (generate.main, "--tokens 16 plus 1 of the prompt exceed the model's context of"),
     "--checkpoint missing": (generate.main, "missing has no checkpoint; name a run"),
