@@ -299,7 +299,7 @@ class TrainConfig:
         require(self.data and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
         require(all(self.val_data), "--val-data must not be empty; name python, shakespeare, or a path")
         require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
-        require(0 <= self.min_lr <= self.lr, f"--min-lr must be from 0 to --lr, {self.lr}, not {self.min_lr}")
+        require(self.min_lr <= self.lr, f"--min-lr must be from 0 to --lr, {self.lr}, not {self.min_lr}")
         longest = int(self.steps * (1 - WSD_DECAY)) if self.schedule == "wsd" else self.steps - 1
         too_long = f"--warmup {self.warmup} is too long: with --steps {self.steps} and --schedule {self.schedule}"
         require(self.warmup <= longest, f"{too_long} it can be at most {longest}")

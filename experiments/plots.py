@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from experiments.findings import Finding
+from experiments.findings import BETTER, WORSE, Finding
 from experiments.records import Arm, Record, grouped
 from pages.html import WIDTH, Style
 from pages.watch import plot_streams
@@ -51,13 +51,14 @@ def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[s
     for height, (arm, finding) in enumerate(found.items()):
         style = styles[arm.name] | {"linestyle": ""}
         axes.plot(finding.values, [height] * len(finding.values), alpha=0.5, markersize=4, **style)
+        style |= {} if finding.verdict[0] in (BETTER, WORSE) else {"markerfacecolor": "none"}
         if finding.complete and (mean := finding.estimate):
             axes.errorbar(mean.mean, height, None, mean.half_width, markersize=9, capsize=4, **style)
     axes.axvline(0, color="0.3")
     axes.set_yticks(range(len(found)), names, size="small")
     axes.invert_yaxis()
     axes.locator_params("x", nbins=5)
-    axes.set_xlabel("val_bpb, paired by seed\n← better                    worse →")
+    axes.set_xlabel("val_bpb, paired by seed\n← better                    worse →\nfilled: a difference is shown")
     axes.grid(alpha=0.3)
     figure.suptitle(fill(title, LINE_LENGTH), fontsize="medium")
     return figure

@@ -60,6 +60,13 @@ def test_differences_show_seeds_mean_and_interval():
         FigureCanvasAgg(figure).draw()
 
 
+def test_a_difference_is_filled_if_it_is_shown():
+    for losses, hollow in (((1.5, 2.9, 4.2), True), ((1.5, 2.5, 3.4), False)):
+        axes = differences([*runs("rmsnorm", 2.0, 3.0, 4.0), *runs("layernorm", *losses)]).axes[0]
+        faces = {line.get_markerfacecolor() for line in axes.lines if line.get_marker() not in ("|", "None")}
+        assert (faces == {"none"}) is hollow
+
+
 def test_curves_are_means_over_the_steps_that_all_runs_logged():
     outcomes = [*runs("rmsnorm", 2.0, 2.5), *runs("layernorm", 2.0, None)]
     outcomes[3].log[2:] = [{"step": 25, "not_finite": True}]
