@@ -39,10 +39,10 @@ COMPARISONS: dict[str, Any] = {
     "below": operator.lt,
 }
 Bounds = Mapping[str, float]
-COUNT: Bounds = {"at least": 1, "at most": MAX_SIZE}
-NOT_NEGATIVE: Bounds = {"at least": 0, "below": math.inf}
-POSITIVE: Bounds = {"above": 0, "below": math.inf}
-FRACTION: Bounds = {"at least": 0, "below": 1}
+COUNT = {"at least": 1, "at most": MAX_SIZE}
+NOT_NEGATIVE = {"at least": 0, "below": math.inf}
+POSITIVE = {"above": 0, "below": math.inf}
+FRACTION = {"at least": 0, "below": 1}
 USUAL_BOUNDS: dict[Any, Bounds] = {int: COUNT, float: NOT_NEGATIVE}
 WSD_DECAY = 0.2  # fraction of all steps in which the schedule `wsd` decays
 NOT_PRETRAINED = ("context", "trained_context", "dropout")  # these may differ from those of --init-from

@@ -238,7 +238,7 @@ class Trainer:
         if checkpoint:
             self.restore(checkpoint)
         rows = distributed.from_main(read_rows, run.folder / "metrics.jsonl")
-        self.evaluated: bool = any(row["step"] == self.step and "val_loss" in row for row in rows)  # at this step
+        self.evaluated = any(row["step"] == self.step and "val_loss" in row for row in rows)  # at this step
 
     def restore(self, checkpoint: Path) -> None:
         """Continue from a checkpoint of the run."""

@@ -32,7 +32,7 @@ def pop_options(asked: Asked, config: type) -> Any:
 def asked_of(arm: Arm) -> Asked:
     """What an arm asks of `train.py`. Raises ValueError for a value of another type."""
     types = {"recipe": str} | {name: each.type for name, each in FIELDS.items()}
-    asked: dict[str, Any] = {name: read_value(text, types[name]) for name, text in arm.without_size.factors}
+    asked = {name: read_value(text, types[name]) for name, text in arm.without_size.factors}
     asked |= read_pairs("--ladder", filter(None, arm.size.split(",")))
     for name in ("norm", "placement"):
         if name in asked:

@@ -41,7 +41,7 @@ def step_times(arms: Configs, threads: int) -> dict[Arm, Interval]:
     steps = {arm: Step(Llama(model).to(device), config, whole=True) for arm, (model, config) in arms.items()}
     first = {arm.size: arm for arm in reversed([*arms])}
     ratios: dict[Arm, list[float]] = {arm: [] for arm in arms}
-    found: dict[Arm, Interval] = {}
+    found = {}
     for number in range(-3, MOST_ROUNDS):
         order = [*steps] if number % 2 else [*reversed(steps)]
         seconds = {arm: host_seconds(steps[arm], device) for arm in order}
@@ -81,7 +81,7 @@ def equal_steps(arms: Configs, equal: str, times: Mapping[str, float]) -> dict[A
     Whether to compile does not: it was measured as it is.
     """
     first = {arm.size: arm for arm in reversed([*arms])}
-    asked: dict[Arm, Asked] = {}
+    asked = {}
     for arm, (model, config) in arms.items() if equal != "tokens" else ():
         base = arms[first[arm.size]]
         ratio = times[arm.name] if equal == "time" else costs(model, config)["flops"] / costs(*base)["flops"]

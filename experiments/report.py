@@ -340,7 +340,7 @@ def seeds_of(found: Comparison) -> str:
 
 def figures_of(found: Comparison) -> dict[str, "Figure"]:
     """The plots of a report, by the names of their files."""
-    figures: dict[str, Figure] = {}
+    figures = {}
     styles = arm_styles(found.arms)
     seeds = seeds_of(found)
     if found.found:

@@ -165,7 +165,7 @@ def _ours(model_type: str) -> Fields:
 def _fixed(model_type: str, config: ModelConfig) -> Fields:
     """The fields that we compute at one value only, besides those in COMMON."""
     architecture, activation = ARCHITECTURES[model_type], THEIR_ACTIVATIONS[config.activation]
-    fixed: Fields = {"attention_bias": config.attention_bias, "attention_dropout": 0.0, "hidden_act": activation}
+    fixed = {"attention_bias": config.attention_bias, "attention_dropout": 0.0, "hidden_act": activation}
     fixed |= {"hidden_activation": activation} if model_type.startswith("gemma") else {}
     fixed |= {"no_rope_layers": [1] * config.layers} if model_type == "smollm3" else {}
     if architecture.window == "null":
