@@ -11,8 +11,8 @@ import torch
 
 from config import Asked, check_values, combine, fields_of, option
 from data.prepare import prepare
-from experiments.arms import Configs, asked_of, ladder, resolve_arms, resolve_factors
-from experiments.costs import EQUAL, costs, equal_steps, step_times
+from experiments.arms import asked_of, ladder, resolve_arms, resolve_factors
+from experiments.costs import EQUAL, Configs, costs, equal_steps, step_times
 from experiments.grid import Cell, Grid, resolve_devices
 from experiments.records import SEARCH, compared
 from experiments.report import make_report

@@ -7,9 +7,9 @@ from dataclasses import fields
 from itertools import product
 from typing import Any
 
-from config import FIELDS, Asked, ModelConfig, TrainConfig, check_fields, combine, flag_name
+from config import FIELDS, Asked, ModelConfig, check_fields, combine, flag_name
 from data.tokenizer import NoTokenizer
-from experiments.costs import costs
+from experiments.costs import Configs, costs
 from experiments.records import NOT_COMPARED, SIZE, Arm
 from files import require, warn
 from norms import KINDS
@@ -18,7 +18,6 @@ from recipes import RECIPES
 from runtime.flags import read_pairs, read_value
 from runtime.run import read_config_file, resolve
 
-Configs = dict[Arm, tuple[ModelConfig, TrainConfig]]
 OWN_FLAG = {"norm": "--norms", "placement": "--placements", "lr": "--lrs", "seed": "--seeds"}
 OWN_FLAG |= {"norm_args": "--norms", "placement_args": "--placements"}
 SHARED = NOT_COMPARED | {"data", "val_data", "text_column", "tokenizer", "vocab_size", "eval_tokens", "device", "shard"}
