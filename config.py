@@ -38,12 +38,11 @@ COMPARISONS: dict[str, Any] = {
     "above": operator.gt,
     "below": operator.lt,
 }
-Bounds = Mapping[str, float]
-COUNT: Bounds = {"at least": 1, "at most": MAX_SIZE}
-NOT_NEGATIVE: Bounds = {"at least": 0, "below": math.inf}
-POSITIVE: Bounds = {"above": 0, "below": math.inf}
-FRACTION: Bounds = {"at least": 0, "below": 1}
-USUAL_BOUNDS: dict[Any, Bounds] = {int: COUNT, float: NOT_NEGATIVE}
+COUNT = {"at least": 1, "at most": MAX_SIZE}
+NOT_NEGATIVE = {"at least": 0, "below": math.inf}
+POSITIVE = {"above": 0, "below": math.inf}
+FRACTION = {"at least": 0, "below": 1}
+USUAL_BOUNDS: dict[Any, Mapping[str, float]] = {int: COUNT, float: NOT_NEGATIVE}
 WSD_DECAY = 0.2  # fraction of all steps in which the schedule `wsd` decays
 NOT_PRETRAINED = ("context", "trained_context", "dropout")  # these may differ from those of --init-from
 
@@ -63,7 +62,7 @@ def option(default: Any, help: str, export: str = "computed", bounds: Mapping[st
 
 def carried(default: Any, help: str, bounds: Mapping[str, float] = {}) -> Any:
     """An option that the configurations of transformers have."""
-    return option(default, help, export="carried", bounds=bounds)
+    return option(default, help, "carried", bounds)
 
 
 def flag_name(option_name: str) -> str:

@@ -8,15 +8,15 @@ are not part of a recipe; multipliers that fold into weights are not either. doc
 
 from typing import Any
 
-QK_NORM: dict[str, Any] = {"qk_norm": "head"}
+QK_NORM = {"qk_norm": "head"}
 QK_WITHOUT_GAIN = QK_NORM | {"qk_norm_args": {"elementwise_affine": False}}
-LAYERNORM: dict[str, Any] = {"norm": "layernorm"}
-ZERO_CENTERED: dict[str, Any] = {"norm_args": {"zero_centered": True}}
-REORDERED: dict[str, Any] = {"placement": "reordered"}
+LAYERNORM = {"norm": "layernorm"}
+ZERO_CENTERED = {"norm_args": {"zero_centered": True}}
+REORDERED = {"placement": "reordered"}
 GEMMA = ZERO_CENTERED | {"embedding_scale": "sqrt", "activation": "gelu_tanh"}
-CAPS: dict[str, Any] = {"attention_cap": 50.0, "logit_cap": 30.0}
-ELEMENT_GATE: dict[str, Any] = {"attention_gate": "element"}
-PLAIN_RELU2: dict[str, Any] = {"mlp": "plain", "activation": "relu2"}
+CAPS = {"attention_cap": 50.0, "logit_cap": 30.0}
+ELEMENT_GATE = {"attention_gate": "element"}
+PLAIN_RELU2 = {"mlp": "plain", "activation": "relu2"}
 
 ROWS: dict[str, dict[str, Any]] = {
     "llama mistral ministral3 qwen2 phi3 granite helium glm smollm3 seed_oss ernie4_5 solar_open": {},

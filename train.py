@@ -238,7 +238,7 @@ class Trainer:
         if checkpoint:
             self.restore(checkpoint)
         rows = distributed.from_main(read_rows, run.folder / "metrics.jsonl")
-        self.evaluated: bool = any(row["step"] == self.step and "val_loss" in row for row in rows)  # at this step
+        self.evaluated = any(row["step"] == self.step and "val_loss" in row for row in rows)  # at this step
 
     def restore(self, checkpoint: Path) -> None:
         """Continue from a checkpoint of the run."""
@@ -278,13 +278,17 @@ class Trainer:
         if not self.progress:
             return
         tokens_per_step = config.batch_size * self.run.model_config.context
-        row: dict[str, Any] = {"step": self.step, "tokens": self.step * tokens_per_step}
-        row |= {"seconds": round(self.seconds(), 3)}
-        row |= {name: sum(step[name] for step in losses) / len(losses) for name in losses[0]}
-        row |= {"lr": learning_rate(config, self.step - 1)}
-        row |= {"grad_norm": grad_norm if math.isfinite(grad_norm) else None}  # infinite in a skipped float16 step
         speed = timed_steps * tokens_per_step / (time.perf_counter() - self.lap_started)
-        self.progress.add_training(losses[-1]["train_loss"], row | {"tokens_per_second": round(speed, 1)})
+        row = {
+            "step": self.step,
+            "tokens": self.step * tokens_per_step,
+            "seconds": round(self.seconds(), 3),
+            **{name: sum(step[name] for step in losses) / len(losses) for name in losses[0]},
+            "lr": learning_rate(config, self.step - 1),
+            "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # infinite in a skipped float16 step
+            "tokens_per_second": round(speed, 1),
+        }
+        self.progress.add_training(losses[-1]["train_loss"], row)
 
     def log_evaluation(self) -> None:
         val_loss, val_bpb = evaluate(self.model, self.run)

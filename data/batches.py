@@ -55,7 +55,7 @@ def map_tokens(path: Path, dtype: np.dtype | None = None) -> np.ndarray:
     """The ids in a file, memory-mapped. A .bin without `dtype` is one of others, whose header says the dtype."""
     if path.suffix == ".npy":
         try:
-            tokens: np.ndarray = np.lib.format.open_memmap(path, mode="r")
+            tokens = np.lib.format.open_memmap(path, mode="r")
         except (OSError, ValueError) as error:
             raise ValueError(f"{path}: not a .npy file of ids: {error}") from None
         row = tokens.ndim == 1 and tokens.dtype.kind in "iu"

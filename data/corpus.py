@@ -102,7 +102,7 @@ class Corpus:
     @cached_property
     def _read(self) -> tuple[dict[str, Any], list[Path], np.ndarray]:
         """Reads all text: what the index keeps of it, its files, and the byte at which each document is cut."""
-        read: list[Path] = []
+        read = []
         corpus_hash = hashlib.sha256(RULES.encode())
         hashes, lengths, for_training = array("Q"), array("q"), 0
         with progress_bar("reading text") as bar:
@@ -133,7 +133,7 @@ def progress_bar(name: str, total: int | None = None) -> tqdm:
     """A progress bar in bytes. Where standard error is no terminal, it is a line every 30 seconds."""
     left = " of {total_fmt}B, {remaining} left" if total else ""
     lines = {"mininterval": 30, "delay": 30, "leave": True, "bar_format": f"{{desc}}: {{n_fmt}}B{left}\n"}
-    style: dict[str, Any] = {"delay": 1, "leave": False} if sys.stderr.isatty() else lines
+    style = {"delay": 1, "leave": False} if sys.stderr.isatty() else lines
     return tqdm(total=total, unit="B", unit_scale=True, desc=name, smoothing=0, **style)
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from io import BufferedIOBase
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from files import lock_file, one_line, require, sha256, warn, write_atomically
 
@@ -53,7 +53,7 @@ def text_files(name: str, files: list[Path], flag: str = "--data") -> list[Path]
     if name in ("python", "shakespeare"):
         return files
     path = Path(name)
-    problems: dict[str, list[Path]] = defaultdict(list)
+    problems = defaultdict(list)
     for file in files:
         hidden = file.name.startswith(".") and file != path
         problems["hidden" if hidden else _not_text(file)].append(file)
@@ -179,7 +179,7 @@ def _read_json_lines(path: Path, column: str) -> Iterator[str | None]:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
-            row: Any = None
+            row = None
             try:
                 row = json.loads(line)
                 text = row[column]
@@ -222,7 +222,7 @@ def _open(path: Path) -> Iterator[BufferedIOBase]:
 
 def _walk(root: Path, skip: Set[str] = frozenset()) -> Iterator[Path]:
     """The files below a folder, and its hidden folders, in sorted order. Links are followed, each real folder once."""
-    seen: set[str] = set()
+    seen = set()
     for folder, folders, files in os.walk(root, followlinks=True, onerror=_raise):
         if (real := os.path.realpath(folder)) in seen:
             folders.clear()

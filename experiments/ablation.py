@@ -11,11 +11,10 @@ import torch
 
 from config import Asked, check_values, combine, fields_of, option
 from data.prepare import prepare
-from experiments.arms import Configs, asked_of, ladder, resolve_arms, resolve_factors
-from experiments.costs import EQUAL, costs, equal_steps, step_times
+from experiments.arms import asked_of, ladder, resolve_arms, resolve_factors
+from experiments.costs import EQUAL, Configs, costs, equal_steps, step_times
 from experiments.grid import Cell, Grid, resolve_devices
-from experiments.rates import Optimum
-from experiments.records import SEARCH, Arm, compared
+from experiments.records import SEARCH, compared
 from experiments.report import make_report
 from files import digest, read_json, require, write_atomically
 from norms.placement import PLACEMENTS
@@ -156,7 +155,7 @@ def measure(configs: Configs, options: AblationConfig, folder: Path) -> dict[str
 def run_ablation(grid: Grid, command: str) -> list[str]:
     """Run what has not ended, and write the report, also when interrupted. Returns its summary."""
     write_atomically(grid.folder / "command.txt", command + "\n")
-    optima: dict[Arm, Optimum] = {}
+    optima = {}
     summary = [""]
     try:
         optima = grid.tune()

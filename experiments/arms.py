@@ -7,9 +7,9 @@ from dataclasses import fields
 from itertools import product
 from typing import Any
 
-from config import FIELDS, Asked, ModelConfig, TrainConfig, check_fields, combine, flag_name
+from config import FIELDS, Asked, ModelConfig, check_fields, combine, flag_name
 from data.tokenizer import NoTokenizer
-from experiments.costs import costs
+from experiments.costs import Configs, costs
 from experiments.records import NOT_COMPARED, SIZE, Arm
 from files import require, warn
 from norms import KINDS
@@ -18,7 +18,6 @@ from recipes import RECIPES
 from runtime.flags import read_pairs, read_value
 from runtime.run import read_config_file, resolve
 
-Configs = dict[Arm, tuple[ModelConfig, TrainConfig]]
 OWN_FLAG = {"norm": "--norms", "placement": "--placements", "lr": "--lrs", "seed": "--seeds"}
 OWN_FLAG |= {"norm_args": "--norms", "placement_args": "--placements"}
 SHARED = NOT_COMPARED | {"data", "val_data", "text_column", "tokenizer", "vocab_size", "eval_tokens", "device", "shard"}
@@ -32,7 +31,7 @@ def pop_options(asked: Asked, config: type) -> Any:
 def asked_of(arm: Arm) -> Asked:
     """What an arm asks of `train.py`. Raises ValueError for a value of another type."""
     types = {"recipe": str} | {name: each.type for name, each in FIELDS.items()}
-    asked: dict[str, Any] = {name: read_value(text, types[name]) for name, text in arm.without_size.factors}
+    asked = {name: read_value(text, types[name]) for name, text in arm.without_size.factors}
     asked |= read_pairs("--ladder", filter(None, arm.size.split(",")))
     for name in ("norm", "placement"):
         if name in asked:

@@ -8,7 +8,6 @@ the last ones count.
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from config import DEFAULTS, configs_of
 from experiments.costs import costs
@@ -46,7 +45,7 @@ def find_records(folders: list[Path]) -> list[Record]:
 
     Files beside runs are ignored. A run that an earlier report has as well counts once, so that `runs/*` names all.
     """
-    found: dict[Any, Record] = {}
+    found = {}
     for folder in folders:
         if folder.is_file():
             continue
@@ -69,7 +68,7 @@ def read_run(folder: Path, planned: Record | None = None) -> Record:
     """The record of a run directory, or what has come of a `planned` run. Raises ValueError if it is damaged."""
     run, log = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     resolved = DEFAULTS | run["resolved"]
-    values: dict[str, Any] = outcome(log, resolved["steps"], resolved["vocab_size"])
+    values = outcome(log, resolved["steps"], resolved["vocab_size"])
     values |= {
         "machine": machine_of(run),
         "commit": str(run["commit"]),

@@ -13,7 +13,7 @@ from experiments.records import Arm
 from files import require
 from model import Llama
 
-Configs = Mapping[Arm, tuple[ModelConfig, TrainConfig]]
+Configs = dict[Arm, tuple[ModelConfig, TrainConfig]]
 Interval = tuple[float, float, float]  # a median, and both ends of its 95% interval
 EQUAL = ("tokens", "flops", "time")
 ROUNDS, MOST_ROUNDS = 100, 500  # of steps, before and after which a measurement does not end
@@ -39,9 +39,9 @@ def step_times(arms: Configs, threads: int) -> dict[Arm, Interval]:
     torch.set_num_threads(threads)
     device = torch.device(next(iter(arms.values()))[1].device)
     steps = {arm: Step(Llama(model).to(device), config, whole=True) for arm, (model, config) in arms.items()}
-    first = {arm.size: arm for arm in reversed([*arms])}
+    first = {arm.size: arm for arm in reversed(arms)}
     ratios: dict[Arm, list[float]] = {arm: [] for arm in arms}
-    found: dict[Arm, Interval] = {}
+    found = {}
     for number in range(-3, MOST_ROUNDS):
         order = [*steps] if number % 2 else [*reversed(steps)]
         seconds = {arm: host_seconds(steps[arm], device) for arm in order}
@@ -80,8 +80,8 @@ def equal_steps(arms: Configs, equal: str, times: Mapping[str, float]) -> dict[A
     `times` are those of a step, by the names of arms. A warmup that does not follow from the steps grows with them.
     Whether to compile does not: it was measured as it is.
     """
-    first = {arm.size: arm for arm in reversed([*arms])}
-    asked: dict[Arm, Asked] = {}
+    first = {arm.size: arm for arm in reversed(arms)}
+    asked = {}
     for arm, (model, config) in arms.items() if equal != "tokens" else ():
         base = arms[first[arm.size]]
         ratio = times[arm.name] if equal == "time" else costs(model, config)["flops"] / costs(*base)["flops"]

@@ -240,7 +240,7 @@ def trends_of(found: Mapping[Pair, Finding], flops: Mapping[str, float]) -> dict
     line, _ = np.linalg.pinv(np.vander(x - x.mean(), 2))  # times effects, it gives their slope
     trends = {}
     for arm, effects in grouped((arm.without_size, (arm.size, each)) for (arm, _), each in found.items()).items():
-        sizes: dict[str, Finding] = dict(effects)
+        sizes = dict(effects)
         rungs = [sizes[size] for size in flops if size in sizes]
         planned, tuned = min(each.planned for each in rungs), {each.tuned for each in rungs}
         known = len(rungs) == len(flops) and all(each.complete and each.planned == planned for each in rungs)

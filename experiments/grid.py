@@ -191,7 +191,7 @@ class Grid:
         """The command that starts a cell on `device`, or resumes it. What depends on the machine has been decided."""
         folder, config = self.cell_folder(cell), self.configs[cell.arm][1]
         if (folder / "run.json").exists() if started is None else started:
-            asked: Asked = {"resume": True} | {name: getattr(config, name) for name in RESUMED_WITH}
+            asked = {"resume": True} | {name: getattr(config, name) for name in RESUMED_WITH}
         else:
             decided = {"lr": cell.lr, "seed": cell.seed, "dtype": config.dtype, "compile": config.compile}
             asked = self.asked[cell.arm] | decided
@@ -211,7 +211,7 @@ class Grid:
             return dict.fromkeys(self.configs, Optimum(self.lrs[0], None))
         found: Records = {}
         losses: dict[Arm, Losses] = {}
-        wanted: dict[Arm, tuple[Sequence[float], int]] = dict.fromkeys(self.configs, (self.lrs, 1))
+        wanted = dict.fromkeys(self.configs, (self.lrs, 1))
         for _ in range(WIDEN + 1):
             cells = [
                 Cell(arm, lr, self.seeds.start + SEARCH + number)

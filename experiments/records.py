@@ -13,7 +13,6 @@ from files import digest, require
 from norms.registry import TRAITS, Traits
 from runtime.run_dir import Row, RunFile
 
-BySeed = Mapping[int, float]
 SIZE = "size"  # the factor of --ladder: "dim=64,heads=4,steps=400"
 LOSSY = "lossy"  # the factor of arms whose tokenizer loses text
 SEARCH = 1000  # from this one on, seeds only choose a learning rate; there are fewer reported ones

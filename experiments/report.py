@@ -10,16 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from experiments.costs import PRECISE
-from experiments.findings import (
-    AS_GOOD,
-    MARGIN,
-    NO_VERDICT,
-    SEEDS,
-    VERDICTS,
-    Comparison,
-    Finding,
-    compare,
-)
+from experiments.findings import AS_GOOD, MARGIN, NO_VERDICT, SEEDS, VERDICTS, Comparison, Finding, compare
 from experiments.markdown import markdown
 from experiments.plots import arm_styles, plot_curves, plot_differences, plot_watched
 from experiments.rates import POINTS, WINDOW
@@ -305,10 +296,12 @@ def arm_rows(found: Comparison) -> list[Row]:
             "lr": run.lr,
             "seeds": mean.planned,
             "n": len(mean.values),
+            "val_bpb": mean.row.get("difference"),
+            "val_bpb_half_width": mean.row.get("half_width"),
+            "diverged": sum(run.diverged for run in group.runs),
+            "dtype": run.options.get("dtype"),
+            **{name: getattr(run, name) for name in (*COSTS, "lost")},
         }
-        row |= {"val_bpb": mean.row.get("difference"), "val_bpb_half_width": mean.row.get("half_width")}
-        row |= {"diverged": sum(run.diverged for run in group.runs), "dtype": run.options.get("dtype")}
-        row |= {name: getattr(run, name) for name in (*COSTS, "lost")}
         if group.search:
             row |= {"regret": group.regret, "optimum_found": group.regret is not None}
         rows.append(row | (found.found[arm].row if arm in found.found else {}))
@@ -340,7 +333,7 @@ def seeds_of(found: Comparison) -> str:
 
 def figures_of(found: Comparison) -> dict[str, "Figure"]:
     """The plots of a report, by the names of their files."""
-    figures: dict[str, Figure] = {}
+    figures = {}
     styles = arm_styles(found.arms)
     seeds = seeds_of(found)
     if found.found:

@@ -21,7 +21,7 @@ def plot_streams(arms: Mapping[str, list[Row]], styles: Mapping[str, Style] = {}
     plot = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     first, last = plot.subplots(1, 2, sharey=True)
     for arm, rows in arms.items():
-        streams: dict[int, list[float | None]] = defaultdict(list)  # by step
+        streams = defaultdict(list)  # by step
         for row in rows:
             if "stream_after" in row:
                 streams[row["step"]].append(row["stream_after"])

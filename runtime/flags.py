@@ -146,7 +146,7 @@ def read_value(text: str, wanted: Any = None) -> Any:
 
 def read_keywords(options: Asked, others: Asked) -> Asked:
     """Options from Python, such as {"out": Path("runs/mine"), "val_data": None}. None is not asked."""
-    asked: Asked = {}
+    asked = {}
     for name, value in options.items():
         if isinstance(value, list | tuple):
             asked[name] = [os.fspath(part) if isinstance(part, os.PathLike) else part for part in value]

@@ -165,7 +165,7 @@ def _ours(model_type: str) -> Fields:
 def _fixed(model_type: str, config: ModelConfig) -> Fields:
     """The fields that we compute at one value only, besides those in COMMON."""
     architecture, activation = ARCHITECTURES[model_type], THEIR_ACTIVATIONS[config.activation]
-    fixed: Fields = {"attention_bias": config.attention_bias, "attention_dropout": 0.0, "hidden_act": activation}
+    fixed = {"attention_bias": config.attention_bias, "attention_dropout": 0.0, "hidden_act": activation}
     fixed |= {"hidden_activation": activation} if model_type.startswith("gemma") else {}
     fixed |= {"no_rope_layers": [1] * config.layers} if model_type == "smollm3" else {}
     if architecture.window == "null":
@@ -281,13 +281,14 @@ def layout(theirs: Fields, config: ModelConfig) -> Layout:
     factors: dict[str, float] = {}
     if model_type == OWN_TYPE:
         return Layout(config)
-    for name in FOLDED.keys() & ARCHITECTURES[model_type].has:
+    architecture = ARCHITECTURES[model_type]
+    for name in FOLDED.keys() & architecture.has:
         neutral, power, modules = FOLDED[name]
         if config.qk_norm != "none":  # It would undo a factor of the matrix.
             modules = modules.replace("q_proj", "q_norm")
         factor = (_number(_with_defaults(theirs), name, 1.0) / neutral(config)) ** power
         factors |= dict.fromkeys(modules.split(), factor)
-    return Layout(config, ARCHITECTURES[model_type].names, ARCHITECTURES[model_type].interleaved, factors)
+    return Layout(config, architecture.names, architecture.interleaved, factors)
 
 
 def _with_defaults(theirs: Fields) -> Fields:

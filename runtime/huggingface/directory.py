@@ -181,7 +181,7 @@ def read_tokenizer(directory: Path) -> Tokenizer:
         kind = PRETRAINED if len(added) > 1 else kind  # tokens were added to ours
     described = read_json(directory / CONFIG, dict)
     generation = read_json(directory / GENERATION, dict) if (directory / GENERATION).is_file() else {}
-    ends: list[int] = []
+    ends = []
     for ids in (described.get("eos_token_id"), generation.get("eos_token_id")):
         ends += ids if isinstance(ids, list) else [] if ids is None else [ids]
     require(is_a(ends, list[int]), f"{directory}: eos_token_id must be a token id or a list of them")
