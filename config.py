@@ -89,9 +89,7 @@ def check_values(config: Any) -> None:
         if choices and value not in (*choices, each.default):
             raise ValueError(f"unknown {flag_name(each.name)} {value!r}; choose from {', '.join(choices)}")
         bounds = each.metadata["bounds"] or USUAL_BOUNDS.get(kind, {})
-        valid = value in (None, each.default) or all(
-            COMPARISONS[words](value, bound) for words, bound in bounds.items()
-        )
+        valid = value in (None, each.default) or all(COMPARISONS[word](value, bound) for word, bound in bounds.items())
         wanted = " and ".join(f"{words} {bound}" for words, bound in bounds.items())
         require(valid, f"{flag_name(each.name)} must be {wanted}, not {value}")
 
