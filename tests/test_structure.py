@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+import tokenize
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,34 @@ def test_the_reference_stays_short():
     assert max(lines.values()) <= 50, lines
     assert len((ROOT / "examples/minimal.py").read_text("utf-8").splitlines()) <= 220
     assert {name.partition(".")[0] for name in outside_the_standard_library("examples/minimal.py")} == {"torch"}
+
+
+MOST = {"source": 10_299, "core": 7_393, "tests": 9_885, "tokens a line": 7.8}  # these are only ever lowered
+ATTACHMENTS = ("experiments/", "ablate.py", "bench.py", "fast/")  # which can be deleted
+
+
+def count_tokens(source: str) -> int:
+    """Names, operators, numbers and strings. An f-string is one, whatever the version of Python."""
+    kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+    start, end = getattr(tokenize, "FSTRING_START", -1), getattr(tokenize, "FSTRING_END", -1)
+    count = depth = 0
+    with (ROOT / source).open(encoding="utf-8") as file:
+        for token in tokenize.generate_tokens(file.readline):
+            count += depth == 0 and token.type in (*kinds, start)
+            depth += (token.type == start) - (token.type == end)
+    return count
+
+
+def test_the_project_stays_small():
+    """An addition names what it deletes: a change that needs a larger number here is the wrong change."""
+    lines = {source: len((ROOT / source).read_text("utf-8").splitlines()) for source in SOURCES}
+    in_c = sum(len(path.read_text("utf-8").splitlines()) for path in ROOT.glob("fast/*.c"))
+    tests = sum(count for source, count in lines.items() if source.startswith("tests/"))
+    core = sum(lines[source] for source in OURS if not source.startswith(ATTACHMENTS))
+    python = sum(lines[source] for source in OURS)
+    found = {"source": python + in_c, "core": core, "tests": tests}
+    found["tokens a line"] = sum(map(count_tokens, OURS)) / python
+    assert all(found[what] <= most for what, most in MOST.items()), f"{found}, but at most {MOST}"
 
 
 def test_nothing_is_imported_that_is_not_required():
