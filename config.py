@@ -88,10 +88,10 @@ def check_values(config: Any) -> None:
             raise ValueError(f"{flag_name(each.name)} must be of type {kind.__name__}, not {value!r}")
         if choices and value not in (*choices, each.default):
             raise ValueError(f"unknown {flag_name(each.name)} {value!r}; choose from {', '.join(choices)}")
-        bounds = each.metadata["bounds"] or USUAL_BOUNDS.get(kind, {})
-        valid = value in (None, each.default) or all(COMPARISONS[word](value, bound) for word, bound in bounds.items())
-        wanted = " and ".join(f"{words} {bound}" for words, bound in bounds.items())
-        require(valid, f"{flag_name(each.name)} must be {wanted}, not {value}")
+        for words, bound in (each.metadata["bounds"] or USUAL_BOUNDS.get(kind, {})).items():
+            wanted = "finite" if bound == math.inf else f"{words} {bound}"
+            within = value in (None, each.default) or COMPARISONS[words](value, bound)
+            require(within, f"{flag_name(each.name)} must be {wanted}, not {value}")
 
 
 def _derive(config: Any, **values: Any) -> None:

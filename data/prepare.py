@@ -95,7 +95,8 @@ def _check_lengths(corpus: Corpus, tokens: dict[str, int], context: int) -> None
     for split, found in tokens.items():
         needed = context + 1 if corpus.names else 2 * (split == "val")  # an evaluation may have shorter windows
         problem = f"the {split} split has at most {found} tokens, and {needed} are needed"
-        require(found >= needed, f"{corpus.name}: {problem}; add text or lower --context")
+        names = corpus.val_names if split == "val" and corpus.val_names else corpus.names
+        require(found >= needed, f"{' '.join(names)}: {problem}; add text or lower --context")
 
 
 def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer | None) -> Prepared | None:

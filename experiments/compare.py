@@ -46,10 +46,10 @@ def find_records(folders: list[Path]) -> list[Record]:
     Files beside runs are ignored. A run that an earlier report has as well counts once, so that `runs/*` names all.
     """
     found = {}
-    for folder in folders:
-        if folder.is_file():
-            continue
-        file, cells = folder / "runs.csv", {path.parent.name for path in folder.glob("cells/*/run.json")}
+    for folder in (folder for folder in folders if not folder.is_file()):
+        file = folder / "runs.csv"
+        cells = {path.parent.name for path in folder.glob("cells/*/run.json")}
+        require(file.exists() or (folder / "run.json").exists(), f"{folder} has no run.json and no runs.csv")
         records = read_csv(file) if file.exists() else [read_run(folder)]
         if others := cells - {record.run for record in records}:
             warn(f"{len(others)} runs in {folder}/cells are left out, because runs.csv does not have them")

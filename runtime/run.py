@@ -79,7 +79,7 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     require(not fixed, f"the run in {folder} has {'; '.join(fixed)}; start a new run to change that")
     above = (folder or RUNS_FOLDER / "new").resolve().parents
     paths = {*config.data, *config.val_data} - {"python", "shakespeare"}
-    inside = not eval_only and any(Path(path).resolve() in above for path in paths)
+    inside = not eval_only and any(Path(os.path.realpath(path)) in above for path in paths)
     require(not inside, f"--data contains {folder or RUNS_FOLDER}, where the run is written; choose an --out elsewhere")
     names = config.data
     val_names = config.val_data

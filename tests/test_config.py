@@ -47,10 +47,7 @@ BAD_VALUES = {
     **{f"--{SCALING.replace('=8', value)}": "numbers, low below high" for value in ("=nan", "=many", "=true")},
     f"--{SCALING.replace('r=1', 'r=4')}": "positive numbers, low below high",
     "--embedding-scale wide": "--embedding-scale must be a positive number, not wide",
-    **{
-        f"--{name} -1": f"--{name} must be at least 0 and below inf"
-        for name in ("attention-cap", "logit-cap", "z-loss")
-    },
+    **{f"--{name} -1": f"--{name} must be at least 0, not -1.0" for name in ("attention-cap", "logit-cap", "z-loss")},
     **{
         f"--qk-norm-after-rope {flags}": "--qk-norm-after-rope needs --qk-norm, and not --placement ngpt"
         for flags in ("", "--qk-norm head --placement ngpt")
@@ -61,25 +58,26 @@ BAD_VALUES = {
     "--tokenizer pretrained": "--tokenizer pretrained needs --init-from",
     "--batch-size 12 --micro-batch-size 5": "--batch-size 12 is not divisible by --micro-batch-size 5",
     "--preset 1b --heads 4 --kv-heads 8": "--heads 4 is not divisible by --kv-heads 8",
-    **{f"--lr {value}": f"--lr must be above 0 and below inf, not {float(value)}" for value in ("0", "nan")},
-    **{f"--dropout {value}": f"--dropout must be at least 0 and below 1, not {float(value)}" for value in ("1", "nan")},
-    **{f"--{name} 0": f"--{name} must be at least 1 and at most" for name in SIZES},
+    **{f"--lr {value}": f"--lr must be above 0, not {float(value)}" for value in ("0", "nan")},
     **{
-        f"--{name} {10**20}": f"--{name} must be at least 1 and at most 2147483647, not {10**20}"
-        for name in SIZES
-        if name != "layers"
+        f"--dropout {value}": f"--dropout must be {words}, not {float(value)}"
+        for value, words in (("1", "below 1"), ("nan", "at least 0"))
     },
-    "--layers 4097": "--layers must be at least 1 and at most 4096, not 4097",
+    **{f"--{name} 0": f"--{name} must be at least 1, not 0" for name in SIZES},
+    **{
+        f"--{name} {10**20}": f"--{name} must be at most 2147483647, not {10**20}" for name in SIZES if name != "layers"
+    },
+    "--layers 4097": "--layers must be at most 4096, not 4097",
     **{f"--{name}=": f"--{name} must not be empty" for name in ("data", "val-data", "cache-dir")},
-    **{f"--{name} -1": f"--{name} must be at least 0 and below" for name in ("warmup", "seed")},
-    "--weight-decay nan": "--weight-decay must be at least 0 and below inf, not nan",
-    "--clip inf": "--clip must be at least 0 and below inf, not inf",
+    **{f"--{name} -1": f"--{name} must be at least 0, not -1" for name in ("warmup", "seed")},
+    "--weight-decay nan": "--weight-decay must be at least 0, not nan",
+    "--clip inf": "--clip must be finite, not inf",
     "--min-lr 0.1": "--min-lr must be from 0 to --lr, 0.015, not 0.1",
     "--warmup 20 --steps 20": "--warmup 20 is too long: with --steps 20 and --schedule linear it can be at most 19",
     "--warmup 17 --steps 20 --schedule wsd": "with --steps 20 and --schedule wsd it can be at most 16",
-    "--momentum 1": "--momentum must be at least 0 and below 1, not 1.0",
-    "--rope-theta 0": "--rope-theta must be above 0 and below inf, not 0.0",
-    "--seed 9223372036854775808": "--seed must be at least 0 and below 9223372036854775808",
+    "--momentum 1": "--momentum must be below 1, not 1.0",
+    "--rope-theta 0": "--rope-theta must be above 0, not 0.0",
+    "--seed 9223372036854775808": "--seed must be below 9223372036854775808",
     **{f"--norm batchnorm --norm-arg momentum={m}": "momentum of batchnorm must be above 0" for m in (0, 1.5, "nan")},
     **{f"--norm prmsnorm --norm-arg p={p}": "must be above 0 and at most 1" for p in (0, 1.01, "nan")},
     **{f"--norm dyt --norm-arg alpha={a}": "alpha and attention_ratio of dyt must be positive" for a in (0, "inf")},

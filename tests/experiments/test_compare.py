@@ -102,7 +102,7 @@ def test_what_is_no_run_or_damaged_is_refused_in_a_line_and_nothing_is_written(m
     Path("csv").mkdir()
     Path("csv/runs.csv").touch()
     wrong = {"csv": "csv/runs.csv lacks the column 'lr'", "log": "log/metrics.jsonl is d", "run": "run/run.json"}
-    wrong |= {"x": "x/run.json is missing"}
+    wrong |= {"x": "x has no run.json and no runs.csv"}
     for name, error in wrong.items():
         assert error in refused(ablate.main, ["compare", "a", name, "--out", "out"])
     assert "at least two runs, not 1" in refused(ablate.main, ["compare", "a", "a", "--out", "out"])

@@ -71,7 +71,7 @@ def pad(directory: Path, special: bool = True) -> None:
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "\x1b[2J"}, r"model_type '\\x1b\[2J' is not supported"),
     ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures must be \['LlamaForCausalLM'\]"),
-    ({"num_hidden_layers": 30_000}, "--layers must be at least 1 and at most 4096, not 30000"),
+    ({"num_hidden_layers": 30_000}, "--layers must be at most 4096, not 30000"),
     ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
     ({"attention_bias": True}, "attention_bias True is not supported, only False"),
     ({"quantization_config": {"bits": 4}}, "quantization_config .* is not supported, only None"),
