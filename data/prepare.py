@@ -95,7 +95,7 @@ def _check_lengths(corpus: Corpus, tokens: dict[str, int], context: int) -> None
     for split, found in tokens.items():
         needed = context + 1 if corpus.names else 2 * (split == "val")  # an evaluation may have shorter windows
         problem = f"the {split} split has at most {found} tokens, and {needed} are needed"
-        names = corpus.val_names if split == "val" and corpus.val_names else corpus.names
+        names = (split == "val" and corpus.val_names) or corpus.names
         require(found >= needed, f"{' '.join(names)}: {problem}; add text or lower --context")
 
 

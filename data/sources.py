@@ -87,7 +87,7 @@ def _not_text(path: Path) -> str:
 
 def short_name(name: str) -> str:
     """A name for a source that is safe in a folder name."""
-    file = "tinyshakespeare" if name == "shakespeare" else Path(name).resolve().name
+    file = "tinyshakespeare" if name == "shakespeare" else Path(os.path.realpath(name)).name
     stem = re.sub(r"(\.txt|\.jsonl|\.json|\.ndjson|\.parquet)?(\.gz)?$", "", file, flags=re.IGNORECASE)
     return re.sub(r"[^\w-]+", "_", stem) or "text"
 
