@@ -222,7 +222,7 @@ def stream_ids(
     decoder = decoder or model
     cache, ids = decoder.new_cache(tokens.shape[1] + count), [INVALID] * samples
     for index in range(count):
-        sampled = sample_ids(decoder.next_logits(tokens, cache), sampling, points[index])  # B
+        sampled = draw(decoder.next_logits(tokens, cache), sampling, points[index])  # B
         # Reading the ids is the only time that Python waits for the device.
         read = sampled.tolist()
         if INVALID in read:
@@ -234,7 +234,7 @@ def stream_ids(
         tokens = sampled.to(device).unsqueeze(1)  # B 1
 
 
-def sample_ids(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
+def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:
     """One id for each row of `logits` (B, V), selected by that row's number in `points` (B), on its device.
 
     The id is `INVALID` for a row whose largest logit is infinite or NaN.

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import generate as command
 from config import ModelConfig
 from data.tokenizer import ByteTokenizer, train_tokenizer
-from generate import Sampling, TextStream, generate, max_new_tokens, sample_ids, stream_ids, stream_text
+from generate import Sampling, TextStream, draw, generate, max_new_tokens, stream_ids, stream_text
 from model import LayerCache, Llama
 from runtime.checkpoint import save_checkpoint
 from tests.random_values import randomize
@@ -69,7 +69,7 @@ def test_draw_follows_the_filtered_probabilities(sampling, kept):
     exp[np.argsort(exp)[:-kept]] = 0
     expected = exp / exp.sum()
     points = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    ids = sample_ids(torch.stack((logits, logits - 1)).repeat(count // 2, 1), sampling, points)
+    ids = draw(torch.stack((logits, logits - 1)).repeat(count // 2, 1), sampling, points)
     frequencies = np.bincount(ids.numpy(), minlength=8) / count
     assert not frequencies[expected == 0].any()
     # within five standard deviations
@@ -82,7 +82,7 @@ def test_a_token_of_probability_0_is_never_sampled_and_reaching_p_is_enough():
     assert kept.isfinite().sum(-1).tolist() == [1, 2]
     logits = torch.tensor([[5.0, 0.0, 6.0, 1.0]])
     points = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert sample_ids(logits.expand(2, -1), Sampling(top_k=1), points).tolist() == [2, 2]
+    assert draw(logits.expand(2, -1), Sampling(top_k=1), points).tolist() == [2, 2]
 
 
 # --- the sampler -----------------------------------------------------------------------------------------------------
