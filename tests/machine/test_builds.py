@@ -77,13 +77,15 @@ def test_a_gpu_that_torch_does_not_use_is_named(built_for, version, file, why, i
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda:0"])
-def test_a_card_that_torch_has_no_kernels_for_is_refused(device, card, refused):
+def test_a_card_that_torch_has_no_kernels_for_is_refused(device, card, refused, monkeypatch):
     card((7, 0))
     why = "compute capability 7.0, and torch 2.13.0+cpu has no kernels for it: see docs/gpu.md, or use --device cpu"
     assert refused(train.main, f"--device {device}".split()) == f"error: NVIDIA card has {why}\n"
     for capability in ((7, 5), (13, 0)):
         card(capability)
         assert pick_device(device).type == "cuda"
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])  # no PTX for later cards
+    assert "has no kernels for it" in refused(train.main, f"--device {device}".split())
 
 
 @pytest.mark.parametrize(

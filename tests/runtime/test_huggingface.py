@@ -81,11 +81,17 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling of type 'linear' is not supported"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types \['sliding_attention'\] is not supported"),
     ({"tie_word_embeddings": True}, "lm_head.weight is not the embedding"),
+    ({"eos_token_id": [1, "x"]}, "eos_token_id must be a token id or a list of them"),
+    (
+        {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "logits_scaling": 0},
+        "scaling must be positive",
+    ),
     ({"normal_llama": {"format": 2}}, "another version of normal-llama wrote it: its format is 2, not 1"),
     ({"normal_llama": {"format": 1, "model": {}, "tokenizer": "bytes"}}, "normal_llama lacks 'imports'"),
 ]
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a missing shard": (lambda d: shard(d, {"lm_head.weight": "3.safetensors"}), r"3\.safetensors: not a readable"),
+    "a file elsewhere": (lambda d: shard(d, {"lm_head.weight": "../a.safetensors"}), "weight_map names what is not"),
     "an index without a map": (
         lambda d: (d / "model.safetensors").rename(d / "model.safetensors.index.json").write_text("{}"),
         "not an index with a weight_map",

@@ -158,6 +158,8 @@ def test_a_file_in_addition_is_a_line_but_not_in_an_ablation(capsys):
         "return x.mean(1, keepdim=True)": "must return a tensor with the shape and dtype of its input",
         "return x - x.mean(1, keepdim=True)": "lets a token see later tokens",
         "return x - (x.mean(1, keepdim=True) if not self.training else 0)": "lets a token see later tokens",
+        "return x * x.square().mean((0, 2), keepdim=True)": "mixes the sequences of a batch; register it with "
+        "per_token=False",
         "return x.mul_(self.factor)": "changes its input in place; the stream needs it",
     }.items(),
 )
