@@ -1,4 +1,4 @@
-"""Prepares a corpus once: a folder with a tokenizer and one token file per split."""
+"""Prepares a corpus once: a folder with one token file per split, and the tokenizer if it is trained here."""
 
 import hashlib
 import json

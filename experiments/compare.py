@@ -1,8 +1,8 @@
 """`python ablate.py compare DIR DIR ...`: the report on runs that exist.
 
-It only reads. Each DIR is a run, an ablation, or a folder that has only the `runs.csv` of one. Runs that differ in
-nothing but their seed are an arm; that of the first run is the baseline. Of a run that was resumed with other options,
-the last ones count.
+It changes none of them. Each DIR is a run, an ablation, or a folder with only the `runs.csv` of one. Runs that differ
+in nothing but their seed are an arm; that of the first run is the baseline. Of a run that was resumed with other
+options, the last ones count.
 """
 
 from contextlib import suppress

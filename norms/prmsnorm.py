@@ -1,4 +1,4 @@
-"""pRMSNorm: Root Mean Square Layer Normalization, arXiv 1910.07467, section 4.2."""
+"""pRMSNorm: Root Mean Square Layer Normalization, arXiv 1910.07467."""
 
 import math
 

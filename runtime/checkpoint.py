@@ -3,7 +3,7 @@
 runs/NAME/checkpoints/step-000600/
     config.json             Hugging Face's configuration; under one key ours, the kind of tokenizer, and --import files
     model.safetensors       weights and running statistics under Hugging Face's names; a tied head is stored once
-    tokenizer*              what the tokenizer saves
+    tokenizer*, ...         what the tokenizer saves, and a generation_config.json that came with the model
     optimizer.safetensors   "{parameter name}.{state name}" -> tensor
     trainer.json            the rest of the training state, also numbers of optimizers
     manifest.json           SHA-256 of each of these

@@ -32,9 +32,9 @@ def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -
     flag: dict[str, Any] = {"dest": "imports", "action": "append", "default": [], "metavar": "FILE.py"}
     parser.add_argument("--import", help="Python file that registers norms or placements; may be repeated", **flag)
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    scan.add_argument("--import", nargs="?", **flag)  # `parser` checks for a value
+    scan.add_argument("--import", nargs="?", const="", **flag)
     with bad_input(), distributed.raise_on_all_ranks():
-        import_files(filter(None, scan.parse_known_args(arguments)[0].imports))
+        import_files(scan.parse_known_args(arguments)[0].imports)
 
 
 def import_files(names: Iterable[str]) -> None:

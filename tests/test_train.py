@@ -554,7 +554,7 @@ def test_train_from_python_is_the_command(command, text, tmp_path, fingerprint, 
         ({"norm": "layrnorm"}, "unknown --norm 'layrnorm'; choose from "),
         ({"sed": 1}, "'sed' is not an option of this version; did you mean seed?"),
         ({"resume": 1}, "resume must be of type bool, not 1"),
-        ({"out": "mine"}, "already holds a run"),
+        ({"out": "mine"}, "already holds a run; add --resume"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)) as error:
             train.train(**options | wrong)

@@ -1,7 +1,7 @@
 """Configurations of Hugging Face's architectures and ours, both ways.
 
 An architecture is a row in `ARCHITECTURES`. What it computes is its recipe; the row says how its configuration and
-weights differ from Llama's. A field that is not known here is refused: it may change what the model computes.
+weights differ from Llama's. A field that is unknown and not null is refused: it may change what the model computes.
 """
 
 import inspect
@@ -74,7 +74,7 @@ class Architecture:
     ours: our options besides those of the recipe.
     square: its head_dim is always hidden_size / num_attention_heads.
     window: "" if it has no sliding_window, "off" if that is not used, "null" if we compute null only; or the layers
-        that have it: "all", or those of "layer_types". With "layer_rope" these have RoPE of their own, and we none.
+        that have it: "all", or those of "layer_types"; with "layer_rope" they are refused, as they have another RoPE.
     names, interleaved: see `Layout`.
     """
 

@@ -17,7 +17,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--norm-arg eps": (train.main, "--norm-arg takes key=value, not 'eps'"),
     "--learning-rate 3": (train.main, "unrecognized arguments: --learning-rate 3; did you mean --lr?"),
     "--laers 3 --stesp 4": (train.main, "did you mean --layers and --steps?"),
-    "--out taken": (train.main, "already holds a run; add --resume"),
+    "--import=": (train.main, "--import : no such file; name a Python file"),
     "--out text.txt": (train.main, "--out text.txt is a file"),
     "--resume --out missing": (train.main, "there is no run in missing"),
     "--resume --out taken --preset small": (train.main, "--preset and --config are for new runs"),
