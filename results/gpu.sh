@@ -2,7 +2,7 @@
 # What to measure on a GPU, most telling first: bash results/gpu.sh [FOLDER [TEXT [PART...]]]
 #
 # FOLDER (default: runs/gpu) gets what each command prints, its JSON and its runs. TEXT is a file with tiny Shakespeare;
-# by default it is downloaded. Parts: default loss generate train seeds costs norms claims tests. Each command is
+# by default it is downloaded. Parts: default loss generate train seeds costs pays norms claims tests. Each command is
 # killed after the seconds in front of it, and the next one starts in any case. PYTHON names another interpreter.
 set -u
 text=${2:-shakespeare}
@@ -25,7 +25,9 @@ run() { # seconds, part, arguments of python
 
 # nanoGPT's model for tiny Shakespeare, until its published validation loss of 1.4697 nats per character.
 model="--data $text --tokenizer bytes --layers 6 --heads 6 --dim 384 --context 256 --batch-size 64 --dropout 0.2"
-recipes="llama qwen3 gemma3 olmo2 muse_glimmer cohere"
+# What the compiled step of small costs with each, over that of llama.
+costs="--recipe=llama --recipe=qwen3 --recipe=gemma3 --recipe=olmo2 --recipe=muse_glimmer --recipe=cohere"
+costs="$costs --norm=layernorm --norm=dyt --norm=seednorm --placement=post --placement=ngpt --placement=mhc"
 
 run 120 default train.py --device cuda --out "$out/default"
 run 120 default train.py --device cuda --out "$out/default-warm"
@@ -40,9 +42,11 @@ run 90 train bench.py train --preset 124m --context 2048 --micro-batch-size 6 --
 run 120 train bench.py train --preset 1b --no-compile --device cuda --json "$out/train-1b-eager.json"
 run 120 seeds ablate.py --device cuda $model --steps 200 --seeds 1 --out "$out/seeds-1"
 run 240 seeds ablate.py --device cuda $model --steps 200 --seeds 5 --jobs 5 --out "$out/seeds-5"
-for recipe in $recipes; do
-    run 60 costs bench.py train --preset small --recipe $recipe --compile --rounds 30 --device cuda --json "$out/step-$recipe.json"
+for cost in $costs; do
+    run 60 costs bench.py train --preset small $cost --compile --rounds 30 --device cuda --json "$out/step${cost#-}.json"
 done
+run 480 pays ablate.py --device cuda --preset small --factor recipe=llama,gemma3 --equal time --compile --seeds 4 --jobs 4 \
+    --lr 0.005 --lrs 0.002 0.0032 0.008 --out "$out/pays"
 run 60 norms bench.py norms --rows 65536 --dim 1024 --compile --device cuda --json "$out/norms-65536-1024.json"
 run 60 norms bench.py norms --rows 8192 --dim 4096 --compile --device cuda --json "$out/norms-8192-4096.json"
 run 60 norms bench.py norms --rows 16384 --dim 8192 --compile --device cuda --json "$out/norms-16384-8192.json"

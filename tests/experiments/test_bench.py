@@ -98,7 +98,7 @@ def test_every_command_of_the_list_for_a_gpu_is_valid(tmp_path, monkeypatch, ref
     lines = subprocess.check_output(script, text=True, env=os.environ | {"PYTHON": "true"}).splitlines()
     monkeypatch.setattr("runtime.run.pick_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(bench, "pick_device", lambda name: torch.device("cpu"))
-    assert len({line.partition(":")[0] for line in lines}) == 9 and str(text) in "".join(lines)
+    assert len({line.partition(":")[0] for line in lines}) == 10 and str(text) in "".join(lines)
     for line in lines:
         program, *arguments = line.partition(" s: python ")[2].replace(str(tmp_path / "the out"), "out").split()
         if program == "bench.py":
