@@ -175,13 +175,11 @@ def generate(
     such as `tokenizer.ends`, and repeats it; by default no row ends. The model may be in training mode. Raises
     ValueError for bad ids, for more tokens than the context holds, and if a logit is NaN or infinite.
     """
-    if isinstance(ids, str):
-        raise TypeError("generate takes token ids, not text: generate(model, tokenizer.encode(text))")
     sampling = Sampling(**options)
     try:
         prompts = torch.as_tensor(ids)
     except (TypeError, ValueError) as error:
-        wanted = "ids must be integers of shape (T) or (B, T)"
+        wanted = "ids must be integers of shape (T) or (B, T), such as tokenizer.encode(text)"
         raise ValueError(f"{wanted}; prompts of different lengths need a call each") from error
     integers = not (prompts.is_floating_point() or prompts.dtype == torch.bool)
     if not integers or prompts.ndim not in (1, 2) or not prompts.numel():

@@ -79,6 +79,7 @@ def clip_gradients(model: Llama, clip: float) -> Tensor:
 
 
 def step_optimizers(model: Llama, optimizers: list[Optimizer], lr: float | Tensor) -> None:
+    """Let the optimizers use the gradients, then return matrices to where the placement keeps them, as in nGPT."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_ratio"]
@@ -121,6 +122,7 @@ class Trainer:
     progress: Progress | None = None  # on rank 0, while it trains
 
     def train(self) -> None:
+        """Train to the last step, and write the run directory on rank 0. A run that has ended only says so."""
         run, config, earlier = self.run, self.run.config, self.run.earlier
         same_end = earlier and earlier["resolved"]["steps"] == config.steps
         if self.step > config.steps or (self.step == config.steps and self.evaluated and same_end):
@@ -271,6 +273,7 @@ class Trainer:
         return grad_norm
 
     def log_training(self) -> None:
+        """Add a row about the steps since the last one. Waits for the device."""
         config = self.run.config
         timed_steps = len(self.pending)  # those before a resume are not timed
         grad_norm = self.read_pending()
@@ -291,6 +294,7 @@ class Trainer:
         self.progress.add_training(losses[-1]["train_loss"], row)
 
     def log_evaluation(self) -> None:
+        """Evaluate and sample, and add a row. Raises NotFinite for a loss that is NaN or infinite."""
         val_loss, val_bpb = evaluate(self.model, self.run)
         if not math.isfinite(val_loss):
             raise diverged("validation loss is", self.step)

@@ -85,7 +85,7 @@ def prepare(
             prepared = _open(folder, corpus, tokenizer) or _build(folder, corpus, vocab_size, tokenizer)
     assert prepared
     if prepared.lost:
-        lossy = f"{100 * prepared.lost:.2g}% of the text does not come back from its ids, so val_bpb is of another text"
+        lossy = f"{100 * prepared.lost:.3g}% of the text does not come back from its ids, so val_bpb is of another text"
         warn(f"warning: the tokenizer loses text: {lossy}")
     _check_lengths(corpus, {"train": len(prepared.train), "val": len(prepared.val)}, context)
     return prepared

@@ -45,7 +45,7 @@ def find_records(folders: list[Path]) -> list[Record]:
 
     Files beside runs are ignored. A run that an earlier report has as well counts once, so that `runs/*` names all.
     """
-    found = {}
+    found: dict[tuple, Record] = {}
     for folder in (folder for folder in folders if not folder.is_file()):
         file = folder / "runs.csv"
         cells = {path.parent.name for path in folder.glob("cells/*/run.json")}
@@ -56,10 +56,12 @@ def find_records(folders: list[Path]) -> list[Record]:
         for record in records:
             if (record.path / "run.json").exists():
                 record = read_run(record.path, record)
-            same = Path(record.run).name, record.seconds, record.val_bpb, record.ended or record.folder
-            if same not in found or record.log:
+            planned = record.arm, record.lr, record.seed, *sorted(record.settings.items())
+            same = Path(record.run).name, record.val_bpb, record.seconds or planned
+            if same not in found or (record.log and not found[same].log):
                 found[same] = record
-    require(len(found) > 1, f"compare needs at least two runs, not {len(found)}")
+            require(record.val_bpb or not record.val_loss, f"{record.run} has no val_bpb: its ids had no --tokenizer")
+    require(len(found) > 1, f"compare needs at least two runs, not {len(found)}; name folders, not files")
     one = len({record.folder for record in found.values()}) == 1  # relative times of two ablations do not compare
     return [record if one else replace(record, step_time=None) for record in found.values()]
 

@@ -50,10 +50,12 @@ class Finding:
 
     @property
     def complete(self) -> bool:
+        """Whether it rests on all seeds."""
         return 0 < len(self.values) == self.planned
 
     @property
     def raw_p(self) -> float | None:
+        """The p-value before the correction, if it can be tested."""
         return self.estimate.p if self.estimate and self.complete and self.tuned is not False else None
 
     @property
@@ -84,6 +86,7 @@ class Finding:
 
     @property
     def detectable(self) -> float | None:
+        """About the smallest true mean that four of five repetitions would show, if it was tested."""
         can_be_shown = self.p is not None and len(self.values) >= SEEDS
         return detectable(self.values, self.slack, self.tests) if can_be_shown else None
 
@@ -122,6 +125,7 @@ class Group:
 
     @cached_property
     def bpb(self) -> dict[int, float]:
+        """Final val_bpb by seed."""
         return final_bpb(self.runs)
 
     @cached_property
@@ -134,7 +138,8 @@ class Group:
     def text(self) -> tuple[str, ...]:
         """What runs must share besides the seed to be paired. Where that is not known, the folder."""
         first = self.runs[0]
-        return tuple(first.options.get(name, UNNAMED[name]) for name in PAIRED_BY) if first.known else (first.folder,)
+        folder = first.options.get("folder", first.folder)
+        return tuple(first.options.get(name, UNNAMED[name]) for name in PAIRED_BY) if first.known else (folder,)
 
 
 @dataclass
@@ -162,7 +167,8 @@ class Comparison:
 
     @property
     def tuned(self) -> bool:
-        return bool(self.arms) and all(group.search for group in self.arms.values())
+        """Whether the best learning rate of every arm was searched for and found."""
+        return bool(self.arms) and all(group.regret is not None for group in self.arms.values())
 
     @property
     def ordered(self) -> list[Arm]:
@@ -192,7 +198,7 @@ def compare(records: Iterable[Record]) -> Comparison:
     arms = {arm: Group(each, search.get(arm, [])) for (searched, arm), each in runs.items() if not searched}
     first: dict[Any, Arm] = {}
     baselines = {arm: first.setdefault((arm.size, group.text), arm) for arm, group in arms.items()}
-    flops = {arm.size: arms[arm].runs[0].flops or 0.0 for arm in first.values()}
+    flops = {arm.size: arms[arm].runs[0].flops or 0.0 for arm in first.values() if arm.size}
     flops = dict(sorted(flops.items(), key=lambda item: item[1]))
     pairs = {(arm, other): difference(arms[arm], arms[other]) for arm, other in pairs_of(baselines)}
     trends = trends_of(pairs, flops) if len(flops) > 1 and all(flops.values()) else {}
@@ -239,7 +245,8 @@ def trends_of(found: Mapping[Pair, Finding], flops: Mapping[str, float]) -> dict
     x = np.log2([*flops.values()])
     line, _ = np.linalg.pinv(np.vander(x - x.mean(), 2))  # times effects, it gives their slope
     trends = {}
-    for arm, effects in grouped((arm.without_size, (arm.size, each)) for (arm, _), each in found.items()).items():
+    named = [((a.without_size, b.without_size), (a.size, each)) for (a, b), each in found.items() if a.size]
+    for (arm, _), effects in grouped(named).items():  # a size may have another baseline
         sizes = dict(effects)
         rungs = [sizes[size] for size in flops if size in sizes]
         planned, tuned = min(each.planned for each in rungs), {each.tuned for each in rungs}

@@ -9,11 +9,8 @@ import numpy as np
 from experiments.findings import BETTER, WORSE, Finding
 from experiments.records import Arm, Record, grouped
 from pages.html import WIDTH, Style
-from pages.watch import plot_streams
-from runtime.run_dir import Row
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Those of Matplotlib, darker where a color has no contrast of 3 : 1 on white or, inverted, in dark mode.
@@ -56,7 +53,7 @@ def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[s
             axes.errorbar(mean.mean, height, None, mean.half_width, markersize=9, capsize=4, **style)
     axes.axvline(0, color="0.3")
     axes.set_yticks(range(len(found)), names, size="small")
-    axes.invert_yaxis()
+    axes.set_ylim(len(found) - 0.5, -0.5)  # the first at the top
     axes.locator_params("x", nbins=5)
     axes.set_xlabel("val_bpb, paired by seed\n← better                    worse →\nfilled: a difference is shown")
     axes.grid(alpha=0.3)
@@ -64,28 +61,24 @@ def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[s
     return figure
 
 
-def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str) -> "Figure | None":
-    """Each arm's mean training loss and val_bpb over the steps that all its runs logged. None without runs."""
+def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str) -> "Figure":
+    """Each arm's mean training loss and val_bpb over the steps that all its runs logged."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    if not runs:
-        return None
     arms = grouped((run.arm, run) for run in runs)
     figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
     column = figure.subplots(len(METRICS), 1, sharex=True)
     for axes, metric in zip(column, METRICS, strict=True):
         for arm, group in arms.items():
-            name = arm.name
-            if any(run.diverged for run in group):
-                name += " (diverged)"
+            name = arm.name + " (diverged)" * any(run.diverged for run in group)
             axes.plot(*curve(group, metric).T, label=name, markersize=4, markevery=0.1, **styles[arm.name])
         axes.set(ylabel=METRICS[metric])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
     column[-1].set_xlabel("step")
     figure.suptitle(fill(title, LINE_LENGTH), fontsize="medium")
-    add_legend(figure, column[0])
+    add_legend(figure)
     return figure
 
 
@@ -96,16 +89,9 @@ def curve(runs: Sequence[Record], metric: str) -> np.ndarray:
     return np.reshape(means, (-1, 2))
 
 
-def plot_watched(arms: Mapping[str, list[Row]], styles: Mapping[str, Style]) -> "Figure":
-    """The residual stream of several arms."""
-    figure = plot_streams(arms, styles)
-    add_legend(figure, figure.axes[0])
-    return figure
-
-
-def add_legend(plot: "Figure", axes: "Axes") -> None:
+def add_legend(plot: "Figure") -> None:
     """The names of the lines, below all panels. The figure grows by as much."""
-    lines, names = axes.get_legend_handles_labels()
+    lines, names = plot.axes[0].get_legend_handles_labels()
     names = [fill(name, LINE_LENGTH) for name in names]
     legend = plot.legend(lines, names, loc="outside lower center", fontsize="small", handlelength=4)
     plot.set_figheight(plot.get_figheight() + legend.get_window_extent().height / plot.dpi)

@@ -85,6 +85,7 @@ def losses_of(records: Iterable[Record]) -> Losses:
 
 
 def close_rates(losses: Losses) -> list[float]:
+    """The rates whose mean loss is within `WINDOW` of the lowest, in order."""
     lowest = min(map(fmean, losses.values()))
     return [lr for lr in sorted(losses) if fmean(losses[lr]) <= lowest + WINDOW]
 

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
-from config import DEFAULTS, FIELDS, as_text
+from config import DEFAULTS, FIELDS, TrainConfig, as_text
 from files import digest, require
 from norms.registry import TRAITS, Traits
 from runtime.run_dir import Row, RunFile
@@ -20,6 +20,8 @@ SEARCH = 1000  # from this one on, seeds only choose a learning rate; there are 
 RESUMED_WITH = ("cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch")
 NOT_COMPARED = {*RESUMED_WITH, "out"}
 COSTS = ("parameters", "tokens", "flops", "step_time")
+# Options that follow from no recipe, tokenizer or size, nor from what these cost.
+FREE = TrainConfig.__annotations__.keys() - {"steps", "warmup", "compile"} | {"dropout", "z_loss"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Arm:
     @property
     def name(self) -> str:
         """The width, the norm, the placement, the recipe, and other factors with their names."""
-        named = ("norm", "placement", "recipe", "run", "folder", LOSSY)
+        named = ("norm", "placement", "recipe", "name", "folder", LOSSY)
         values = [value if name in named else f"{name}={value}" for name, value in self.without_size.factors]
         return " ".join(filter(None, [self.size.split(",")[0], *values])) or "model"
 
@@ -47,6 +49,7 @@ class Arm:
 
     @property
     def without_size(self) -> "Arm":
+        """Without the factor of a ladder."""
         return Arm(tuple(factor for factor in self.factors if factor[0] != SIZE))
 
 
@@ -81,6 +84,7 @@ class Record:
 
     @property
     def ended(self) -> bool:
+        """Whether it has a final loss, or diverged."""
         return self.diverged or self.val_loss is not None
 
     @property
@@ -101,7 +105,7 @@ class Record:
 
     @property
     def steps(self) -> int:
-        return int(self.options.get("steps", UNNAMED["steps"]))
+        return int(float(self.options.get("steps", UNNAMED["steps"])))
 
 
 TYPES = {each.name: (*get_args(each.type), each.type)[0] for each in fields(Record)}
@@ -185,7 +189,8 @@ def rows_of(records: Iterable[Record]) -> list[Row]:
     for record in records:
         own = {"arm": record.arm.name, **dict(record.arm.factors)}
         own |= {name: getattr(record, name) for name in COLUMNS}
-        rows.append(own | {name: record.settings.get(name, UNNAMED[name]) for name in names if name not in own})
+        others = [name for name in names if name not in own]
+        rows.append(own | {name: record.settings.get(name, UNNAMED[name] * record.known) for name in others})
     return rows
 
 
@@ -205,7 +210,7 @@ def read_csv(file: Path) -> list[Record]:
     costs = {row["arm"]: row for row in _read_table(arms)[1]} if "flops" not in columns and arms.exists() else {}
     records = []
     for number, row in enumerate(rows, 2):
-        arm = Arm(tuple((name, row[name]) for name in factors) or (("run", row["arm"]),))
+        arm = Arm(tuple((name, row[name]) for name in factors) or (("name", row.get("arm", "")),))
         row |= {name: costs[key].get(name, "") for name in COSTS if (key := row.get("arm") or arm.name) in costs}
         where = f"{file}, line {number}"
         values = {name: _read(row[name], kind, f"{where}: {name}") for name, kind in COLUMNS.items() if row.get(name)}
@@ -218,7 +223,7 @@ def read_csv(file: Path) -> list[Record]:
 
 def _read_table(file: Path) -> tuple[list[str], list[dict[str, str]]]:
     """The columns and the rows of a .csv. Raises ValueError, naming the line, if a row has more or fewer values."""
-    with file.open(newline="", encoding="utf-8", errors="replace") as opened:
+    with file.open(newline="", encoding="utf-8-sig", errors="replace") as opened:
         reader = csv.DictReader(opened)
         columns, rows = list(reader.fieldnames or ()), list(reader)
     for number, row in enumerate(rows, 2):
@@ -229,9 +234,11 @@ def _read_table(file: Path) -> tuple[list[str], list[dict[str, str]]]:
 def _read(text: str, kind: Any, what: str) -> Any:
     """A value of type `kind`. Raises ValueError, naming `what` it is."""
     try:
-        return {"True": True, "False": False}[text] if kind is bool else kind(text)
+        value = {"True": True, "False": False}[text] if kind is bool else kind(text)
+        require(kind is not float or math.isfinite(value), what)
     except (KeyError, ValueError):
         raise ValueError(f"{what} is {text!r}, not of type {kind.__name__}") from None
+    return value
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -252,7 +259,7 @@ def name_arms(records: list[Record]) -> tuple[list[Record], list[str]]:
     short = len({Path(folder).name for folder in folders}) == len(folders)
     for each, record in zip(given, records, strict=True):
         if unknown or len(distinct) < len(records):
-            each["folder"] = Path(record.folder).name if short else record.folder
+            each.setdefault("folder", Path(record.folder).name if short else record.folder)
 
     def values(*names: str) -> list[tuple[str, ...]]:
         return [tuple(each.get(name, UNNAMED.get(name, "")) for name in names) for each in given]
@@ -268,11 +275,11 @@ def name_arms(records: list[Record]) -> tuple[list[Record], list[str]]:
         names.append(max(differing, key=lambda name: count(*names, name)))
     names = sorted(names or factors or ["norm", "placement"], key=[*factors, *order].index)
     leading = [name for name in ("recipe", "tokenizer", SIZE) if name in names]
-    others = [name for name in differing if count(*leading, name) > count(*leading)]
+    others = [name for name in differing if name in FREE or count(*leading, name) > count(*leading)]
     others = [] if unknown else [name for name in others if name not in (*names, "lr", "folder")]
-    if len({record.lost > 0 for record in records}) > 1:
+    if len({record.lost for record in records}) > 1:
         for each, record in zip(given, records, strict=True):
-            each[LOSSY] = f"lossy ({100 * record.lost:.2g}%)" if record.lost else ""
+            each[LOSSY] = f"lossy ({100 * record.lost:.3g}%)" if record.lost else ""
         names = [*(name for name in names if name != LOSSY), LOSSY]
     arms = [Arm(tuple(zip(names, each, strict=True))) for each in values(*names)]
     return [replace(record, arm=arm) for record, arm in zip(records, arms, strict=True)], others

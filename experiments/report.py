@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from experiments.costs import PRECISE
 from experiments.findings import AS_GOOD, MARGIN, NO_VERDICT, SEEDS, VERDICTS, Comparison, Finding, compare
 from experiments.markdown import markdown
-from experiments.plots import arm_styles, plot_curves, plot_differences, plot_watched
+from experiments.plots import add_legend, arm_styles, plot_curves, plot_differences
 from experiments.rates import POINTS, WINDOW
 from experiments.records import COSTS, Arm, Record, final_bpb, grouped, name_arms, rows_of
 from experiments.statistics import ALPHA
 from files import write_atomically
 from pages.html import details, figure, page, save_plot, settings_list
+from pages.watch import plot_streams
 from runtime.run_dir import Row, read_rows
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def conditions(found: Comparison, others: Sequence[str]) -> str:
     counts = sorted({each.estimate.n for each in found.found.values() if each.estimate})
     parts = [f"n = {' or '.join(map(str, counts))}"] if counts else []
     if sizes := [run.parameters for run in found.runs if run.parameters]:
-        parts += [f"{span(sizes)} parameters, {span([run.tokens or 0 for run in found.runs])} tokens"]
+        parts += [f"{span(sizes)} parameters, {span([run.tokens or 0 for run in found.runs if run.tokens])} tokens"]
         if all(run.known for run in found.runs):
             texts = known_values(run.options["data"].partition("@")[0] for run in found.runs)
             dtypes = known_values(run.options.get("dtype") for run in found.runs)
@@ -105,7 +106,7 @@ def conditions(found: Comparison, others: Sequence[str]) -> str:
         parts.append(equal_in(found))
     if lost := [100 * run.lost for run in found.runs if run.lost]:
         whose = "some" if len(lost) < len(found.runs) else "all"
-        parts.append(f"lossy: the tokenizer of {whose} arms loses {span(lost, '{:.2g}%'.format)} of the text")
+        parts.append(f"lossy: the tokenizer of {whose} arms loses {span(lost, '{:.3g}%'.format)} of the text")
     if others:
         parts.append(f"arms also differ in {listed([name.replace('_', ' ') for name in others])}")
     return "; ".join(parts) + "." if parts else ""
@@ -122,8 +123,8 @@ def span(values: Sequence[float], show: Callable[[float], str] = millions) -> st
 
 COSTS_OF_A_RUN: dict[str, Callable[[Record], float]] = {
     "tokens": lambda run: run.tokens or math.nan,
-    "FLOPs": lambda run: run.flops or math.nan,
     "time": lambda run: run.steps * (run.step_time or math.nan),
+    "FLOPs": lambda run: run.flops or math.nan,
 }
 
 
@@ -137,9 +138,9 @@ def relative_costs(found: Comparison, name: str, of_a_step: bool = False) -> dic
 def equal_in(found: Comparison) -> str:
     """The cost that is the same for all arms of a size."""
     for name in COSTS_OF_A_RUN:
-        if all(abs(each - 1) <= PRECISE for each in relative_costs(found, name).values()):
+        if all(abs(each - 1) <= PRECISE * (name != "tokens") for each in relative_costs(found, name).values()):
             return f"equal {name}"
-    return "at different costs"
+    return "at unequal or unknown costs"
 
 
 def resolution(found: Comparison) -> str:
@@ -324,10 +325,12 @@ def for_scripts(found: Comparison, summary: list[str], arms: list[Row]) -> Row:
 
 
 def known_values(values: Iterable[str | None]) -> list[str]:
+    """The distinct ones that are not empty, in alphabetical order."""
     return sorted({*filter(None, values)})
 
 
 def seeds_of(found: Comparison) -> str:
+    """`seeds 0, 1, 2`, all that are reported."""
     return f"seeds {', '.join(map(str, sorted({run.seed for run in found.runs})))}"
 
 
@@ -339,10 +342,11 @@ def figures_of(found: Comparison) -> dict[str, "Figure"]:
     if found.found:
         figures["differences"] = plot_differences(found.found, f"Difference from {found.against}, {seeds}", styles)
     ended = [run for arm in found.ordered for run in found.arms[arm].runs if run.ended and run.log]
-    if curves := plot_curves(ended, styles, f"Means of {seeds}"):
-        figures["curves"] = curves
+    if ended:
+        figures["curves"] = plot_curves(ended, styles, f"Means of {seeds}")
     # Of each arm's last seed.
     watched = {run.arm.name: log for run in ended if (log := read_rows(run.path / "watch.jsonl"))}
     if watched:
-        figures["watch"] = plot_watched(watched, styles)
+        figures["watch"] = plot_streams(watched, styles)
+        add_legend(figures["watch"])
     return figures

@@ -47,10 +47,12 @@ def process_group() -> Iterator[None]:
 
 
 def rank() -> int:
+    """The number of this process among all, from 0."""
     return dist.get_rank() if world_size() > 1 else 0
 
 
 def world_size() -> int:
+    """The number of ranks, 1 without torchrun."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

@@ -10,7 +10,7 @@ from data.tokenizer import NoTokenizer
 from machine.device import peak_memory
 from machine.process import NotFinite, Stopped
 from pages.run import write_page
-from runtime.plugins import command_to_type, keep_copies
+from runtime.plugins import command_to_type
 from runtime.run import Run
 from runtime.run_dir import Log, Row, RunFile, continued, keep_rows, open_tracker, write_run_file
 
@@ -26,7 +26,6 @@ class Progress:
             description = continued(run.earlier, description, step)
             keep_rows(run.folder / "metrics.jsonl", step)  # before a new --save-every is in run.json
         write_run_file(run.folder / "run.json", description)
-        keep_copies(run.folder)
         self.opened = ExitStack()
         tracker = self.opened.enter_context(open_tracker(config.log, run.folder, description, step))
         self.log = Log(run.folder, step, tracker)
@@ -76,13 +75,10 @@ class Progress:
     def print_summary(self, seconds: float) -> None:
         run, last = self.run, self.log.rows[-1]
         name = "val_loss" if last["val_bpb"] is None else "val_bpb"
-        best, best_step = min((row[name], row["step"]) for row in self.log.rows if name in row)
         self.report()
         gzip_bpb = run.data.val_gzip_bpb
         than = f"; gzip -9 on the validation text: {gzip_bpb:.4f} bits per byte" if gzip_bpb else ""
         print(f"{name} {last[name]:.4f}{than}")
-        if best < last[name] - 0.01:
-            print(f"the best {name} was {best:.4f}, at step {best_step}; more --dropout or fewer --steps may help")
         print(f"done in {seconds:.0f} s, peak memory {peak_memory(run.device) / 1e9:.1f} GB")
         print(f"loss curve, samples and settings: {run.folder}/report.html")
         if run.data.tokenizer.kind != NoTokenizer.kind:

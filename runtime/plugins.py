@@ -17,14 +17,14 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from config import ModelConfig
-from files import ROOT, one_line, require, sha256, warn, write_atomically
+from files import ROOT, one_line, require, sha256, warn
 from machine import distributed
 from machine.process import bad_input
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
 
 ImportRecord = dict[str, Any]  # what run.json and config.json say about an imported file
-IMPORTED: dict[Path, tuple[ImportRecord, bytes]] = {}  # with the source
+IMPORTED: dict[Path, ImportRecord] = {}
 
 
 def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -> None:
@@ -43,13 +43,13 @@ def import_files(names: Iterable[str]) -> None:
         path = Path(name).resolve()
         require(path.is_file(), f"--import {name}: no such file; name a Python file, such as mynorm.py")
         require(str(path).isprintable(), f"--import {name}: rename it; commands are printed with its path")
-        source = path.read_bytes()
+        content = sha256(path)
         if path in IMPORTED:
-            require(IMPORTED[path][1] == source, f"--import {name} has changed; restart Python to use it")
+            require(IMPORTED[path]["sha256"] == content, f"--import {name} has changed; restart Python to use it")
             continue
         stems = [other.stem for other in IMPORTED]
         require(path.stem not in stems, f"--import {name}: another imported file has this name; rename one")
-        kinds, known, module = {*KINDS}, {*PLACEMENTS}, ModuleType(f"imported_{path.stem}")
+        kinds, known, module = len(KINDS), len(PLACEMENTS), ModuleType(f"imported_{path.stem}")
         module.__file__ = str(path)
         sys.modules[module.__name__] = module  # torch.compile looks for classes there
         try:
@@ -58,11 +58,9 @@ def import_files(names: Iterable[str]) -> None:
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
             line = lines[-1] if lines else getattr(error, "lineno", 1)
             raise ValueError(f"--import {name}, line {line}: {type(error).__name__}: {error}") from None
-        norms = [kind for kind in KINDS if kind not in kinds]
-        placements = [placement for placement in PLACEMENTS if placement not in known]
+        norms, placements = [*KINDS][kinds:], [*PLACEMENTS][known:]
         require(norms or placements, f"--import {name} registers no norm and no placement; see CONTRIBUTING.md")
-        record = {"file": path.name, "sha256": sha256(path), "norms": norms, "placements": placements}
-        IMPORTED[path] = record, source
+        IMPORTED[path] = {"file": path.name, "sha256": content, "norms": norms, "placements": placements}
 
 
 def import_flags() -> list[str]:
@@ -119,15 +117,7 @@ def _apply(norm: nn.Module, tokens: Tensor, named: str) -> Tensor:
 
 def import_records() -> list[ImportRecord]:
     """What was imported: name and SHA-256 of each file, and what it registered. A file may change anything else too."""
-    return [record for record, _ in IMPORTED.values()]
-
-
-def keep_copies(run: Path) -> None:
-    """Write the imported files to the folder of a run, named after their contents. These copies are never run."""
-    for path, (record, source) in IMPORTED.items():
-        kept = run / "imports" / f"{path.stem}-{record['sha256'][:8]}.py"
-        kept.parent.mkdir(exist_ok=True)
-        write_atomically(kept, source)
+    return [*IMPORTED.values()]
 
 
 def check_imports(records: list[ImportRecord], added: bool = False) -> list[str]:

@@ -55,6 +55,7 @@ def make_run_dir(out: Path | None, name: str) -> Path:
 
 
 def write_run_file(path: Path, run: RunFile) -> None:
+    """Write a run.json, with its format and its checksum."""
     run = {"format": RUN_FORMAT} | run
     write_atomically(path, json.dumps(run | {CHECKSUM: digest(run)}, indent=2) + "\n")
 

@@ -116,6 +116,7 @@ def matrices_of(site: Modules) -> list[tuple[str, nn.Parameter]]:
 
 
 def rms(x: Tensor) -> float:
+    """The root of the mean square, in at least fp32."""
     return upcast(x).square().mean().sqrt().item()
 
 

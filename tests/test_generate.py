@@ -179,13 +179,13 @@ def test_generation_restores_the_mode_and_records_no_gradients():
     "ids, message",
     [
         ([], "ids must be integers of shape (T) or (B, T), not torch.float32 of (0,)"),
-        ([[1, 2], [3]], "(B, T); prompts of different lengths need a call each"),
+        ([[1, 2], [3]], "encode(text); prompts of different lengths need a call each"),
         ([5, 257], "ids must be from 0 to 256, not [257]"),
-        ("def ", "generate takes token ids, not text: generate(model, tokenizer.encode(text))"),
+        ("def ", "ids must be integers of shape (T) or (B, T), such as tokenizer.encode(text); prompts"),
     ],
 )
 def test_generate_says_what_is_wrong(model, ids, message):
-    with pytest.raises(TypeError if isinstance(ids, str) else ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         generate(model, ids)
 
 

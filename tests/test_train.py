@@ -111,16 +111,6 @@ def test_a_report_is_drawn_when_a_run_ends_or_stops(command, monkeypatch, tmp_pa
     assert (tmp_path / "stopped/loss.png").exists()
 
 
-def test_the_summary_names_the_best_evaluation_if_it_is_not_the_last(command, capsys, monkeypatch):
-    values = iter([(2.0, 3.0), (1.0, 1.5), (1.2, 1.75), (1.0, 1.505)])
-    monkeypatch.setattr(train, "evaluate", lambda *args: next(values))
-    command("--steps 6 --eval-every 2")
-    printed = capsys.readouterr().out
-    assert "\nval_bpb 1.7500; gzip" in printed and "\nthe best val_bpb was 1.5000, at step 4;" in printed
-    command("--resume --steps 8 --eval-every 2")
-    assert "the best" not in capsys.readouterr().out
-
-
 def test_a_norm_whose_statistics_are_those_of_micro_batches_says_so(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     warned.clear()

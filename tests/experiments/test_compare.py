@@ -51,16 +51,13 @@ def compared(*runs: str) -> list[str]:
 
 
 def test_runs_are_paired_by_seed_and_all_files_are_written(make, capsys):
-    """The baseline has a third seed. The costs of a norm that is not imported are unknown. One run has not ended.
-
-    One has another tokenizer, which loses text.
-    """
+    """The costs of a norm that is not imported are unknown. One run has not ended, and one tokenizer loses text."""
     runs = [make(f"a{seed}", bpb, seed=seed) for seed, bpb in enumerate((2.0, 2.5, 9.0))]
     runs += [make(f"b{seed}", bpb, seed=seed, norm="mynorm") for seed, bpb in enumerate((2.1, 2.8))]
     page = compared(*runs, make("c", norm="dyt"))
     assert page[0].startswith("**Partial: 5 of 6 runs have ended.** Compared with rmsnorm, at learning rate 0.015, ")
     assert "mynorm (+0.200 ± 1.271, p = 0.59) is undecided" in page[0]
-    assert page[1] == "n = 2; 8,256 to 8,307 parameters, 0 to 512 tokens of text, float32; at different costs."
+    assert page[1] == "n = 2; 8,256 to 8,307 parameters, 512 tokens of text, float32; at unequal or unknown costs."
     assert page[0] + "\n" in capsys.readouterr().out
     assert {path.name for path in Path("out").iterdir()} >= {"runs.csv", "arms.csv", "report.json", "report.html"}
     assert "tokenizer=bytes@ab lossy (25%) (val_bpb 2.5000" in compared("a0", make("d", 2.5, hash="ab", lost=0.25))[0]
@@ -93,7 +90,15 @@ def test_cells_that_runs_csv_has_count_as_they_are_now(make):
     assert warned == ["1 runs in abl/cells are left out, because runs.csv does not have them"]
     assert any(line.endswith("| 1.00 | – |") for line in compared("abl", make("b", 2.5, norm="derf")))
     ablate.main(["compare", "abl", "--out", "earlier"])
-    assert compared("abl", "earlier") == compared("abl")
+    assert compared("abl", "earlier") == compared("abl", "abl/cells/rmsnorm-lr0.01-seed0") == compared("abl")
+
+
+def test_runs_of_one_name_are_told_apart_although_they_diverged_at_once(make):
+    for norm, bpb in (("dyt", 2.0), ("derf", 2.5)):
+        runs = [make(f"{norm}/{seed}", bpb + seed, seed=seed, norm=norm) for seed in range(3)]
+        Path(runs[0], "metrics.jsonl").write_text('{"step": 3, "not_finite": true}\n')
+    page = compared(*map(str, Path().glob("d*/*")))
+    assert "undecided, as runs diverged" in page[0] and sum("| 1 of 3 |" in line for line in page) == 2
 
 
 def test_what_is_no_run_or_damaged_is_refused_in_a_line_and_nothing_is_written(make, refused):
@@ -105,6 +110,9 @@ def test_what_is_no_run_or_damaged_is_refused_in_a_line_and_nothing_is_written(m
     wrong |= {"x": "x has no run.json and no runs.csv"}
     for name, error in wrong.items():
         assert error in refused(ablate.main, ["compare", "a", name, "--out", "out"])
-    assert "at least two runs, not 1" in refused(ablate.main, ["compare", "a", "a", "--out", "out"])
+    assert "at least two runs, not 1; name fo" in refused(ablate.main, ["compare", "a", "a/run.json", "--out", "out"])
+    lines = Path(shutil.copytree("a", "ids"), "metrics.jsonl").read_text().replace("2.0}", "null}")
+    Path("ids/metrics.jsonl").write_text(lines)
+    assert "ids has no val_bpb: its ids had no --tokenizer" in refused(ablate.main, ["compare", "a", "ids"])
     assert "--out a holds runs" in refused(ablate.main, ["compare", "a", make("b", 2.0), "--out", "a"])
     assert not Path("out").exists()

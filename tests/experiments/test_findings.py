@@ -91,6 +91,11 @@ def test_a_trend_is_the_slope_of_each_seed_over_the_logarithm_of_flops(effects, 
     for seeds in ((), (1, 2, 3)):
         (slope,) = compare([run for run in runs if run.arm != ARMS[3] or run.seed in seeds]).trends.values()
         assert slope.p is None and slope.verdict[0] == "no trend shown"
+    others = [replace(run, arm=Arm((run.arm.factors[0], ("norm", "derf")))) for run in runs if run.arm in ARMS[1::2]]
+    moved = [run for run in [*runs, *others] if run.arm != ARMS[2]]  # one size has another baseline
+    assert {each.p for each in compare(moved).trends.values()} == {None}
+    (beside,) = compare([*runs, *records({"rmsnorm": [1.0]})]).trends.values()
+    assert beside.values == pytest.approx(lines[0])  # a run without a size is no rung
     (tuned,) = compare(regrets(runs, 0.001)).trends.values()
     x -= x.mean()
     assert tuned.words == shown and tuned.slack == pytest.approx(0.002 * (abs(x) / (x @ x)).sum())

@@ -35,9 +35,7 @@ def differences(outcomes: list[Record]) -> Figure:
 
 
 def curves(outcomes: list[Record]) -> Figure:
-    figure = plot_curves(outcomes, arm_styles(dict.fromkeys(run.arm for run in outcomes)), "title")
-    assert figure
-    return figure
+    return plot_curves(outcomes, arm_styles(dict.fromkeys(run.arm for run in outcomes)), "title")
 
 
 def test_differences_show_seeds_mean_and_interval():

@@ -63,6 +63,7 @@ def test_runs_csv_comes_back_as_it_was(tmp_path, undrawn):
     runs += [replace(runs[0], seed=3, step=0, val_loss=None, val_bpb=None)]
     runs += search(arms[1], {0.003: [2.5], 1e-05: [None]}, **known)
     make_report(tmp_path, runs)
+    (tmp_path / "runs.csv").write_text("\ufeff" + (tmp_path / "runs.csv").read_text())  # as Excel saves it
     again = read_csv(tmp_path / "runs.csv")
     assert [run.options for run in again] == [run.options for run in runs]
     assert [replace(run, settings={}) for run in again] == [replace(run, settings={}) for run in runs]
@@ -74,6 +75,7 @@ def test_runs_csv_comes_back_as_it_was(tmp_path, undrawn):
         ("val_bpb", "bpb", " lacks the column 'val_bpb'; it is not a runs.csv of this project"),
         ("0.01,1,", "fast,1,", ", line 3: lr is 'fast', not of type float"),
         ("0.01,1,", ",1,", ", line 3 has no learning rate or no seed"),
+        ("0.01,1,", "inf,1,", ", line 3: lr is 'inf', not of type float"),
         ("python@123456789abc", "a,b", ", line 2 does not have"),
         (None, "", " lacks the column 'lr'"),
     ],
@@ -89,12 +91,7 @@ def test_what_is_no_runs_csv_is_refused_in_a_line_that_names_it(old, new, messag
 
 GEMMA: dict[str, Any] = {"recipe": "gemma3", "placement": "sandwich", "activation": "gelu"}
 LOSSY = {"tokenizer": "hf@a", "vocab_size": "9", "lost": 0.1}
-STAR: list[dict[str, Any]] = [
-    {"dim": "32"},
-    {"clip": "0"},
-    {"lr": "0.1"},
-    {"momentum": "0.5"},
-]  # no three options tell them apart
+STAR: list[dict[str, Any]] = [{"dim": "32"}, {"clip": "0"}, {"lr": "0.1"}, {"momentum": "0.5"}]  # all four are needed
 
 
 @pytest.mark.parametrize(
@@ -104,7 +101,7 @@ STAR: list[dict[str, Any]] = [
         ([{"lost": 0.1}, {"clip": "0", "lost": 0.1}], ["clip=1", "clip=0"], []),
         ([{}, {"steps": "1000", "warmup": "50"}], ["steps=20", "steps=1000"], ["warmup"]),
         ([{}, {"lr": "0.03"}, {"lr": "0.03", "seed": 1}], ["lr=0.015", "lr=0.03", "lr=0.03"], []),
-        ([{}, GEMMA], ["llama", "gemma3"], []),
+        ([{}, GEMMA | {"dropout": "0.1"}], ["llama", "gemma3"], ["dropout"]),
         ([{}, GEMMA, GEMMA | {"clip": "0"}], ["llama clip=1", "gemma3 clip=1", "gemma3 clip=0"], []),
         ([{}, *STAR], ["dim=128 lr=0.015 momentum=0.85 clip=1", "dim=32 lr=0.015 momentum=0.85 clip=1"], []),
         ([{"folder": "x"}, {"folder": "y"}], ["x", "y"], []),  # the same options and seed
@@ -136,3 +133,7 @@ def test_factors_of_an_ablation_are_kept_and_those_of_two_ablations_joined():
     assert names(*(replace(run, folder="x/more", seed=5) for run in runs)) == ["rmsnorm", "dyt"]
     earlier = (replace(run, folder="x/old", seed=5, settings={}) for run in runs)
     assert names(*earlier) == ["rmsnorm folder", "dyt folder", "rmsnorm old", "dyt old"]
+    tuned = [*runs, *search(arms[0], {0.02: [2.0], 0.03: [2.0]})]
+    named = name_arms([replace(run, folder=folder, settings={}) for folder in ("x", "y") for run in tuned])[0]
+    again = name_arms([replace(run, folder="report") for run in named])[0]
+    assert [run.arm for run in again] == [run.arm for run in named]

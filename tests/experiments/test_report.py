@@ -53,7 +53,7 @@ MANY = shifted(dyt=0.001, none=1.0, layernorm=-1.0, derf=-2.0)
 MANY += records({"seednorm": [2.0, 3.4, 4.8], "groupnorm": [2.0, None, 3.0], "scalenorm": [2.0, 3.0, 4.0]})
 ONE, OTHER = records({"rmsnorm": [2.0], "dyt": [2.5]}), KNOWN | {"data": "text@ff"}
 ENDED = "as runs diverged or have not ended, here or in the baseline"
-NOT_FOUND = "as the best learning rate was not found, here or in the baseline"
+NOT_FOUND = "none (+0.100 ± 0.025) is undecided, as the best learning rate was not found, here or in the baseline"
 
 
 BETTER, WORSE = "layernorm (−0.100 ± 0.025, p = 0.00663) is better", "dyt (+0.100 ± 0.025, p = 0.00663) is worse"
@@ -64,7 +64,8 @@ STOPPED = [*records({"rmsnorm": [2.0, None], "dyt": [2.0, None]}), record(Arm.of
 SENTENCES: list[tuple[list[Record], str]] = [
     (shifted(layernorm=-0.1, dyt=0.1), f"Compared with rmsnorm{UNTUNED}{BETTER} at this rate; {WORSE} at this rate."),
     (changed("dyt", shifted(dyt=0.1), lr=0.02), "rmsnorm, at learning rate 0.01 to 0.02, which was not tuned: dyt"),
-    ([*UNTUNED_ARM, *shifted("none", lr=1.0)[3:]], f"{TUNED}{BETTER}; none (+0.100 ± 0.025) is undecided, {NOT_FOUND}"),
+    ([*UNTUNED_ARM, *shifted("none", lr=1.0)[3:]], f" that were not all tuned: {BETTER}; {NOT_FOUND}"),
+    (shifted("rmsnorm", "layernorm", layernorm=-0.1), f"Compared with rmsnorm{TUNED}layernorm (−0.100"),
     (UNTUNED_ARM, f", at learning rates that were not all tuned: {BETTER}; none (+0.100 ± 0.025) is undecided, as"),
     (MANY, "derf and layernorm are better at this rate; none is worse at this rate; scalenorm is as good up to 0.01"),
     (MANY, f"at this rate; groupnorm is undecided, {ENDED}; dyt and seednorm are undecided."),
@@ -93,7 +94,7 @@ def test_a_sentence_says_what_is_known(runs, sentence, summarize, tmp_path):
         ({"step_time": 1.02, "flops": 8.1e11}, "; equal tokens.", f"{FOUR}0.031."),
         ({"tokens": 409_600, "step_time": 1.3}, "; equal FLOPs.", "1.30 times as long."),
         ({"tokens": 409_600, "flops": 9e11, "settings": KNOWN | {"steps": "10"}, "step_time": 2.0}, "; equal time", ""),
-        ({"tokens": 409_600, "flops": 9e11, "step_time": None}, "; at different costs.", "takes 1.12 times the FLOPs."),
+        ({"tokens": 409_600, "flops": 9e11, "step_time": None}, "unequal or unknown costs.", "1.12 times the FLOPs."),
         ({"settings": KNOWN | {"qk_norm": "head"}}, "; equal tokens; arms also differ in qk norm.", ""),
     ],
 )
@@ -236,10 +237,11 @@ def test_published_runs_give_the_published_differences(folder):
     assert [1.0 if each.p is None else each.p for each in everything] == pytest.approx(holm(raw), rel=1e-9)
 
 
-def test_two_published_folders_are_compared_each_with_its_own_baseline(summarize):
-    """Whether their text is the same is not known."""
+def test_two_published_folders_are_compared_each_with_its_own_baseline(summarize, tmp_path):
+    """Whether their text is the same is not known. A report on the report says the same."""
     runs = find_records([STUDY / "recipes-muon", STUDY / "recipes-adamw"])
     summary = summarize(runs)
-    assert summary[0].startswith("Compared with the first arm of its folder, each at its own best learning rate: muse")
+    assert summary[0].startswith("Compared with the first arm of its folder, at learning rates that were not all tuned")
     assert "gemma3 recipes-adamw and gemma4 recipes-adamw are undecided, as the best learning rate was no" in summary[0]
     assert summary[1] == "n = 6 or 8; 0.2M parameters, 0.5M to 1.0M tokens; equal tokens."
+    assert summarize(find_records([tmp_path])) == summary
