@@ -52,7 +52,7 @@ def find_records(folders: list[Path]) -> list[Record]:
         require(file.exists() or (folder / "run.json").exists(), f"{folder} has no run.json and no runs.csv")
         records = read_csv(file) if file.exists() else [read_run(folder)]
         if others := cells - {record.run for record in records}:
-            warn(f"{len(others)} runs in {folder}/cells are left out, because runs.csv does not have them")
+            warn(f"runs in {folder}/cells left out, because runs.csv does not have them: {len(others)}")
         for record in records:
             if (record.path / "run.json").exists():
                 record = read_run(record.path, record)

@@ -249,11 +249,11 @@ def make_report(folder: Path, records: list[Record], command: str = "") -> list[
     """Write `runs.csv`, `arms.csv`, `report.json`, `table.md`, `report.html` and the figures. Returns the summary."""
     records, others = name_arms(records)
     found, ended = compare(records), sum(run.ended for run in records)
-    summary = [f"**Partial: the search for learning rates has not ended; {ended} of its runs have.**", "", ""]
+    summary = [f"**Partial: the search for learning rates has not ended; {ended} of its runs did.**", "", ""]
     if found.arms:
         summary = [verdicts(found), conditions(found, others), resolution(found)]
         if ended < len(records):
-            summary[0] = f"**Partial: {ended} of {len(records)} runs have ended.** {summary[0]}"
+            summary[0] = f"**Partial: {ended} of {len(records)} runs ended.** {summary[0]}"
     arms = arm_rows(found)
     for name, rows in (("runs", rows_of(records)), ("arms", arms)):
         file = io.StringIO()

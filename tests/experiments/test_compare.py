@@ -55,7 +55,7 @@ def test_runs_are_paired_by_seed_and_all_files_are_written(make, capsys):
     runs = [make(f"a{seed}", bpb, seed=seed) for seed, bpb in enumerate((2.0, 2.5, 9.0))]
     runs += [make(f"b{seed}", bpb, seed=seed, norm="mynorm") for seed, bpb in enumerate((2.1, 2.8))]
     page = compared(*runs, make("c", norm="dyt"))
-    assert page[0].startswith("**Partial: 5 of 6 runs have ended.** Compared with rmsnorm, at learning rate 0.015, ")
+    assert page[0].startswith("**Partial: 5 of 6 runs ended.** Compared with rmsnorm, at learning rate 0.015, ")
     assert "mynorm (+0.200 ± 1.271, p = 0.59) is undecided" in page[0]
     assert page[1] == "n = 2; 8,256 to 8,307 parameters, 512 tokens of text, float32; at unequal or unknown costs."
     assert page[0] + "\n" in capsys.readouterr().out
@@ -87,7 +87,7 @@ def test_cells_that_runs_csv_has_count_as_they_are_now(make):
     make_report(Path("abl"), records({"rmsnorm": [None, 2.25], "dyt": [2.0, 2.5]}, step_time=1.5))
     warned.clear()
     assert "| rmsnorm | – | – | – | – | 2.2500 ± 0.0000 (2) | 0.01 | 0 of 2 | 1.00 | 1.00 |" in compared("abl")
-    assert warned == ["1 runs in abl/cells are left out, because runs.csv does not have them"]
+    assert warned == ["runs in abl/cells left out, because runs.csv does not have them: 1"]
     assert any(line.endswith("| 1.00 | – |") for line in compared("abl", make("b", 2.5, norm="derf")))
     ablate.main(["compare", "abl", "--out", "earlier"])
     assert compared("abl", "earlier") == compared("abl", "abl/cells/rmsnorm-lr0.01-seed0") == compared("abl")

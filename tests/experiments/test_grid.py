@@ -223,7 +223,7 @@ def test_a_stopped_ablation_reports_what_has_ended_and_continues(resolve, undraw
     for partial in ("1 of 3", "2 of 3"):
         with pytest.raises(Stopped, match="the same command"):
             run_ablation(grid, "command")
-        assert (grid.folder / "table.md").read_text().startswith(f"**Partial: {partial} runs have ended.**")
+        assert (grid.folder / "table.md").read_text().startswith(f"**Partial: {partial} runs ended.**")
     assert started == [3, 4]
     finish(grid, Cell(ARM, 0.01, 5), 2.0)
     assert "Partial" not in run_ablation(grid, "command")[0]
@@ -268,7 +268,7 @@ def test_a_cell_that_fails_ends_the_ablation_with_its_exit_code(script, code, ex
     with pytest.raises(SystemExit) as exit, exit_codes(""):
         run_ablation(replace(grid, threads=3), "command")
     assert capsys.readouterr().err.endswith(f"error: {log}: {expected}\n") and exit.value.code == code
-    assert "**Partial: 1 of 2 runs have ended.**" in (grid.folder / "table.md").read_text()
+    assert "**Partial: 1 of 2 runs ended.**" in (grid.folder / "table.md").read_text()
 
 
 def test_several_cards(monkeypatch, resolve):

@@ -73,8 +73,8 @@ SENTENCES: list[tuple[list[Record], str]] = [
     (LONE, f"Compared with rmsnorm{UNTUNED}one seed, so no verdict: dyt +0.500. Not compared, as no other arm has"),
     (LONE, "no other arm has the same text and batches: a (val_bpb 2.0000 (1))."),
     ([*LONE, *records({"b": [2.5]}, settings=OTHER)], "Compared with the first arm with the same text and batches, at"),
-    (STOPPED, f"**Partial: 4 of 5 runs have ended.** Compared with rmsnorm{UNTUNED}dyt is undecided, {ENDED}."),
-    (SEARCHING, "**Partial: the search for learning rates has not ended; 5 of its runs have.**"),
+    (STOPPED, f"**Partial: 4 of 5 runs ended.** Compared with rmsnorm{UNTUNED}dyt is undecided, {ENDED}."),
+    (SEARCHING, "**Partial: the search for learning rates has not ended; 5 of its runs did.**"),
 ]
 
 
