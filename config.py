@@ -4,7 +4,6 @@ What was asked is a mapping of options to values, wherever it comes from: flags,
 """
 
 import dataclasses
-import difflib
 import math
 import operator
 from collections.abc import Mapping
@@ -442,10 +441,7 @@ def check_fields(given: Asked, source: str, others: Asked | None = None) -> None
     """
     kinds = {name: each.type for name, each in FIELDS.items()} | (others or {})
     for name, value in given.items():
-        if name not in kinds:
-            similar = difflib.get_close_matches(name, kinds, n=1)
-            hint = f"; did you mean {similar[0]}?" if similar else ""
-            raise ValueError(f"{source}: {name!r} is not an option of this version{hint}")
-        valid = is_a(value, kinds[name]) or (value is None and DEFAULTS[name] is None)
-        wanted = getattr(kinds[name], "__name__", kinds[name])
-        require(valid, f"{source}: {name} must be of type {wanted}, not {value!r}")
+        require(name in kinds, f"{source}: {name!r} is not an option of this version")
+        kind = kinds[name]
+        valid = is_a(value, kind) or (value is None and DEFAULTS[name] is None)
+        require(valid, f"{source}: {name} must be of type {getattr(kind, '__name__', kind)}, not {value!r}")

@@ -56,7 +56,7 @@ def find_records(folders: list[Path]) -> list[Record]:
         for record in records:
             if (record.path / "run.json").exists():
                 record = read_run(record.path, record)
-            planned = record.arm, record.lr, record.seed, *sorted(record.settings.items())
+            planned = record.arm, record.lr, record.seed, *record.settings.items()
             same = Path(record.run).name, record.val_bpb, record.seconds or planned
             if same not in found or (record.log and not found[same].log):
                 found[same] = record

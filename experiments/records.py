@@ -105,7 +105,7 @@ class Record:
 
     @property
     def steps(self) -> int:
-        return int(float(self.options.get("steps", UNNAMED["steps"])))
+        return int(self.options.get("steps", UNNAMED["steps"]))
 
 
 TYPES = {each.name: (*get_args(each.type), each.type)[0] for each in fields(Record)}

@@ -30,7 +30,8 @@ SIZES = {  # theirs, ours
     "head_dim": "head_dim",
     "max_position_embeddings": "context",
 }
-NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # null is off, not the default
+# Fields where null is off, not the default.
+NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor")
 CARRIED = {  # fields of some architectures, and our options that say the same
     "partial_rotary_factor": "rotary_fraction",
     "attention_bias": "attention_bias",
@@ -59,7 +60,7 @@ num_beams num_beam_groups diversity_penalty length_penalty no_repeat_ngram_size 
 bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
 remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens max_window_layers
 sliding_window_pattern _sliding_window_pattern rope_local_base_freq no_rope_layer_interval
-original_max_position_embeddings chunk_size_feed_forward pruned_heads is_encoder_decoder add_cross_attention
+chunk_size_feed_forward pruned_heads is_encoder_decoder add_cross_attention
 tie_encoder_decoder
 """
 
@@ -150,7 +151,8 @@ ARCHITECTURES = {
     ),
     "seed_oss": Architecture("SeedOss", defaults=SMALL_EPS | {"attention_bias": True}, has=("attention_bias",)),
     "phi3": Architecture(
-        "Phi3", has=("partial_rotary_factor",), ours={"rope_scaling": {}}, window="all",
+        "Phi3", ours={"rope_scaling": {}}, window="all",
+        has=("partial_rotary_factor", "original_max_position_embeddings"),  # the second is of other types of RoPE
         names=FUSED | {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"},
     ),
     "olmo3": Architecture("Olmo3", defaults=SLIDING | {"rope_theta": 5e5}, window="layer_rope"),
@@ -216,7 +218,7 @@ def to_theirs(config: ModelConfig) -> Fields:
         theirs[name] = None if name in NULLABLE and not value else value
     theirs |= {name: FOLDED[name][0](config) for name in FOLDED.keys() & architecture.has}
     rope: Fields = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else {}
-    if rope:
+    if rope and rope[ROPE_SCALING[-1]] % 1 == 0:
         rope[ROPE_SCALING[-1]] = int(rope[ROPE_SCALING[-1]])  # transformers asks for an integer
     theirs["rope_scaling"] = rope or None  # the spelling of transformers 4; the next is that of 5
     rope = {"rope_type": "default", "rope_theta": config.rope_theta} | rope
@@ -296,7 +298,7 @@ def _with_defaults(theirs: Fields) -> Fields:
     model_type = theirs["model_type"]
     off = [name for name in NULLABLE if name in theirs]
     defaults = {name: value for name, value in ARCHITECTURES[model_type].defaults.items() if name not in off}
-    theirs = defaults | {name: value for name, value in theirs.items() if value is not None}
+    theirs = defaults | {name: value for name, value in theirs.items() if value is not None or name == "is_causal"}
     for name, same in [("swish", "silu")] + [("gelu", "gelu_pytorch_tanh")] * (model_type == "gemma"):
         if theirs.get("hidden_act") == name:  # two names of one function
             theirs["hidden_act"] = same
@@ -305,21 +307,21 @@ def _with_defaults(theirs: Fields) -> Fields:
 
 def _rope(theirs: Fields) -> Fields:
     """The fields of the rotary positions as our configuration has them, from the spelling of transformers 4 or 5."""
-    spelling = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
-    rope: Any = theirs.get(spelling) or {}
-    rope = {name: value for name, value in rope.get("full_attention", rope).items() if value is not None}
-    everything = theirs | rope
+    rope, parameters = theirs.get("rope_scaling") or {}, theirs.get("rope_parameters") or {}
+    if ARCHITECTURES[theirs["model_type"]].window == "layer_rope":  # both count, and parameters only by layer type
+        rope = {"rope_type": "default"} | (parameters.get("full_attention") or {}) | rope
+    rope = {name: value for name, value in (rope or parameters).items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if (kind, rope.get("factor")) == ("linear", 1):  # a factor of 1 changes nothing
         kind, _ = "default", rope.pop("factor")
-    require(kind in ("default", "llama3"), f"{spelling} of type {kind!r} is not supported; default and llama3 are")
+    require(kind in ("default", "llama3"), f"RoPE of type {kind!r} is not supported; default and llama3 are")
     names = ROPE_SCALING if kind == "llama3" else ()
     for name in rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *names}:
-        raise ValueError(f"{spelling} has {name!r}, which is not supported with type {kind!r}")
+        raise ValueError(f"RoPE has {name!r}, which is not supported with type {kind!r}")
     rope = {"original_max_position_embeddings": theirs["max_position_embeddings"]} | rope
     plain = {"rope_scaling": {name: _number(rope, name, None) for name in names}}
     usual = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-    return plain | {name: _number(everything, name, value) for name, value in usual.items()}
+    return plain | {name: _number(theirs | rope, name, value) for name, value in usual.items()}
 
 
 def _number(given: Fields, name: str, default: float | None) -> float:

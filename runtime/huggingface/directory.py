@@ -29,7 +29,7 @@ FORMAT = 1  # version of our part of config.json and of the names of weights; in
 STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_ROPE_BYTES = 1 << 25  # maximum for the table of rotary positions, unless the weights are larger
 PRETRAINED = "pretrained"  # a tokenizer that was not trained here
-SETTING = bool | int | float | str
+SETTING = bool | int | float | str | partial
 OF_TRAINING = {"training", "recompute", "p"}  # attributes of modules that change nothing afterwards; p is of dropout
 
 
@@ -80,7 +80,7 @@ def computes_as(module: nn.Module, own: nn.Module) -> bool:
     kind = next(each for each in type(module).__mro__ if not each.__name__.startswith("FSDP"))  # which sharding adds
     now, made_with = vars(module), vars(own)
     settings = [name for name, value in made_with.items() if hasattr(value, "__name__") or is_a(value, SETTING)]
-    same = all(now.get(name) == made_with[name] for name in settings if name not in OF_TRAINING)
+    same = all(str(now.get(name)) == str(made_with[name]) for name in settings if name not in OF_TRAINING)
     replaced = now.keys() & {"forward", "hidden", "logits"}  # sharding replaces other methods
     return kind is type(own) and same and not replaced
 

@@ -127,6 +127,8 @@ class StoredTensor:
 def weight_files(directory: Path) -> list[Path]:
     """The files that hold the weights. Raises ValueError if there are none that can be read safely."""
     path = directory / INDEX
+    adapter = directory / "adapter_config.json"
+    require(not adapter.is_file(), f"{adapter} is of an adapter, which would be left out; merge it into the weights")
     if (directory / WEIGHTS).is_file():
         return [directory / WEIGHTS]
     if not path.is_file():

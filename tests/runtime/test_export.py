@@ -55,6 +55,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {  # by the module that they change
     "final_norm": lambda model: setattr(model, "final_norm", nn.Identity()),
     "layers.0.self_attn": lambda model: setattr(model.layers[0].self_attn, "forward", lambda x, *arguments: x),
     "layers.1.mlp_residual.norm": lambda model: setattr(model.layers[1].mlp_residual.norm, "eps", 0.1),
+    "rope": lambda model: setattr(model.rope, "make_table", lambda: None),
     "layers.0.mlp.extra": lambda model: setattr(model.layers[0].mlp, "extra", nn.ReLU()),
     "the model": lambda model: setattr(model, "logits", lambda x: model.lm_head(x).tanh()),
 }
