@@ -39,7 +39,7 @@ COMPARISONS: dict[str, Any] = {
 }
 COUNT = {"at least": 1, "at most": MAX_SIZE}
 NOT_NEGATIVE = {"at least": 0, "below": math.inf}
-POSITIVE = {"above": 0, "below": math.inf}
+POSITIVE = {"above": 0, "below": 1e30}
 FRACTION = {"at least": 0, "below": 1}
 USUAL_BOUNDS: dict[Any, Mapping[str, float]] = {int: COUNT, float: NOT_NEGATIVE}
 WSD_DECAY = 0.2  # fraction of all steps in which the schedule `wsd` decays
@@ -382,8 +382,8 @@ def configure(
     if pretrained:
         for name, there in pretrained.items():
             here = given.get(name, DEFAULTS[name])
-            contradicts = f"{flag_name(name)} {as_text(here)} contradicts --init-from, which has {as_text(there)}"
-            require(name in NOT_PRETRAINED or here == there, f"{contradicts}; leave it out")
+            asks = f"{flag_name(name)} {as_text(here)} contradicts --init-from, which has {as_text(there) or 'nothing'}"
+            require(name in NOT_PRETRAINED or here == there, f"{asks}; leave it out")
         longest = pretrained.get("trained_context") or pretrained["context"]
         given["trained_context"] = longest if longest > given["context"] else None
     elif given.get("tokenizer") == "bytes":

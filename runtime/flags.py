@@ -42,8 +42,8 @@ class Parser(argparse.ArgumentParser):
         given = vars(self.parse_args(arguments))
         with bad_input():
             given.pop("imports", None)  # they have been imported
-            for name in ("checkpoint", "config", "init_from", "out"):  # as of a variable that a script has not set
-                require(given.get(name) != "", f"{flag_name(name)} must not be empty; leave it out or name a path")
+            for name in given.keys() - {"prompt"}:  # as of a variable that a script has not set
+                require(given[name] != "", f"{flag_name(name)} must not be empty; leave it out or name a value")
             for name in given.keys() & FIELDS.keys():
                 if get_origin(FIELDS[name].type) is dict:
                     given[name] = read_pairs(flag_name(name), given[name])

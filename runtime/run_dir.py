@@ -82,8 +82,8 @@ def load_run(folder: Path) -> RunFile:
     saved = any((folder / "checkpoints").glob("step-*"))
     lost = f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again"
     require(saved or not logged, lost)
-    if saved and not (folder / "metrics.jsonl").is_file():
-        warn(f"warning: {folder}/metrics.jsonl is missing; the log begins again at the checkpoint")
+    if saved and not rows:
+        warn(f"warning: {folder}/metrics.jsonl is missing or empty; the log begins again at the checkpoint")
     return run
 
 

@@ -94,8 +94,7 @@ def test_a_trend_is_the_slope_of_each_seed_over_the_logarithm_of_flops(effects, 
     others = [replace(run, arm=Arm((run.arm.factors[0], ("norm", "derf")))) for run in runs if run.arm in ARMS[1::2]]
     moved = [run for run in [*runs, *others] if run.arm != ARMS[2]]  # one size has another baseline
     assert {each.p for each in compare(moved).trends.values()} == {None}
-    (beside,) = compare([*runs, *records({"rmsnorm": [1.0]})]).trends.values()
-    assert beside.values == pytest.approx(lines[0])  # a run without a size is no rung
+    assert compare([*runs, *records({"rmsnorm": [1.0]})]).trends[PLAIN[1]].values == pytest.approx(lines[0])
     (tuned,) = compare(regrets(runs, 0.001)).trends.values()
     x -= x.mean()
     assert tuned.words == shown and tuned.slack == pytest.approx(0.002 * (abs(x) / (x @ x)).sum())

@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--resume --out taken --seed 1 --batch-size 4": (train.main, "has --batch-size 8, not 4; --seed 0, not 1"),
     "--resume --init-from taken": (train.main, "--init-from is for new runs"),
     "--eval-only --data a.txt --val-data b.txt": (train.main, "--eval-only takes --data or --val-data, not both"),
-    "--init-from=": (train.main, "--init-from must not be empty"),
+    "--device= --out=": (train.main, " must not be empty; leave it out"),
     "--shard": (train.main, "--shard needs several ranks"),
     "--norm batchnorm --recompute": (train.main, "--recompute does not support --norm batchnorm"),
     "--config missing.json": (train.main, "missing.json is missing or damaged"),
