@@ -395,7 +395,6 @@ def configure(
 
 
 def fields_of(model: ModelConfig, training: TrainConfig) -> Asked:
-    """All options of both configurations."""
     return dataclasses.asdict(model) | dataclasses.asdict(training)
 
 

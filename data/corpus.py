@@ -94,8 +94,8 @@ class Corpus:
         named = [("--data", name) for name in self.names] + [("--val-data", name) for name in self.val_names]
         found = [(flag, name, find_files(name, self.cache_dir, flag)) for flag, name in named]
         digest = hashlib.sha256(repr((RULES, self.column, found)).encode())
-        for file in chain.from_iterable(files for _, _, files in found):
-            stat = file.stat() if file.exists() else file.lstat()  # a broken link
+        for file in filter(Path.is_file, chain.from_iterable(files for _, _, files in found)):  # no hidden folder
+            stat = file.stat()
             digest.update(b"%d %d\n" % (stat.st_size, stat.st_mtime_ns))
         return found, digest.hexdigest()
 

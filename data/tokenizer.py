@@ -148,8 +148,9 @@ class SentencePieceTokenizer(Tokenizer):
         self.hash = hashlib.sha256(model).hexdigest()
         self._processor = processor = sentencepiece.SentencePieceProcessor()
         processor.LoadFromSerializedProto(model)
-        others = [piece_bytes(processor.id_to_piece(token)) for token in range(3, len(processor))]
-        self.pieces = [b"", b"", b"", *others]
+        names = map(processor.id_to_piece, range(len(processor)))
+        self.pieces = [b"" if processor.is_control(token) else piece_bytes(name) for token, name in enumerate(names)]
+        self.pieces[processor.unk_id()] = b""
         self.end_of_document = processor.eos_id()
         self._u2581_ids = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
 

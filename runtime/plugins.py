@@ -56,7 +56,7 @@ def import_files(names: Iterable[str]) -> None:
             SourceFileLoader(module.__name__, str(path)).exec_module(module)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-            line = lines[-1] if lines else getattr(error, "lineno", 0) or 1
+            line = lines[-1] if lines else getattr(error, "lineno", 1)
             raise ValueError(f"--import {name}, line {line}: {type(error).__name__}: {error}") from None
         norms, placements = [*KINDS][kinds:], [*PLACEMENTS][known:]
         require(norms or placements, f"--import {name} registers no norm and no placement; see CONTRIBUTING.md")

@@ -43,7 +43,7 @@ def test_the_split_does_not_depend_on_order_or_packing_of_documents(tmp_path):
         (tmp_path / f"folder/{number:03}").write_text(text)
     one = Corpus([jsonl(tmp_path / "a.jsonl", TEXTS)], tmp_path)
     backwards = Corpus([jsonl(tmp_path / "b.jsonl", TEXTS[::-1])], tmp_path)
-    files = Corpus([str(tmp_path / "folder")], tmp_path)
+    files = Corpus([str(tmp_path / "folder")], tmp_path / "folder/.cache")  # its own files are no text
     two = Corpus([jsonl(tmp_path / "c.jsonl", TEXTS[:100]), jsonl(tmp_path / "d.jsonl", TEXTS[100:])], tmp_path)
     for split in ("train", "val"):
         expected = texts_of(one, split)

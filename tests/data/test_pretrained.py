@@ -221,7 +221,7 @@ def test_text_that_a_tokenizer_loses_is_measured_and_said(tmp_path, capsys, norm
             files.warned.clear()
             data = prepare([], str(folder), 300, tmp_path / "cache", 16, val_names=[str(path)])
             assert data.lost == pytest.approx(share) and (data.lost > 0) == ([*map(ours.decode, ids)] != texts)
-            line = f"warning: the tokenizer loses text: {100 * share:.2g}% of the text does not come back"
+            line = f"warning: the tokenizer loses text: {100 * share:.3g}% of the text does not come back"
             assert (line in capsys.readouterr().err) == (share > 0)
         run = describe_run(Run(folder, {}, ModelConfig(), TrainConfig(device="cpu"), data, []), 0)
         assert run["tokenizer"].get("lost", 0) == data.lost
