@@ -72,7 +72,7 @@ BAD_VALUES = {
     **{f"--{name} -1": f"--{name} must be at least 0, not -1" for name in ("warmup", "seed")},
     "--weight-decay nan": "--weight-decay must be at least 0, not nan",
     "--clip inf": "--clip must be finite, not inf",
-    "--lr 1e39": "--lr must be below 1e+30, not 1e+39",
+    "--lr 1e39": "--lr must be below 1e+36, not 1e+39",
     "--min-lr 0.1": "--min-lr must be from 0 to --lr, 0.015, not 0.1",
     "--warmup 20 --steps 20": "--warmup 20 is too long: with --steps 20 and --schedule linear it can be at most 19",
     "--warmup 17 --steps 20 --schedule wsd": "with --steps 20 and --schedule wsd it can be at most 16",
