@@ -39,7 +39,7 @@ COMPARISONS: dict[str, Any] = {
 }
 COUNT = {"at least": 1, "at most": MAX_SIZE}
 NOT_NEGATIVE = {"at least": 0, "below": math.inf}
-POSITIVE = {"above": 0, "below": 1e36}
+POSITIVE = {"above": 0, "below": 1e36}  # an optimizer multiplies it, and fp32 ends at 3e38
 FRACTION = {"at least": 0, "below": 1}
 USUAL_BOUNDS: dict[Any, Mapping[str, float]] = {int: COUNT, float: NOT_NEGATIVE}
 WSD_DECAY = 0.2  # fraction of all steps in which the schedule `wsd` decays

@@ -299,8 +299,8 @@ class Trainer:
         if not math.isfinite(val_loss):
             raise diverged("validation loss is", self.step)
         sample = self.sample()
-        left_out = self.run.config.shard and sample is None
-        note = "; --shard has no sample of so large a model: see generate.py" * left_out
+        large = self.run.config.shard and sample is None
+        note = "; --shard has no sample of so large a model: see generate.py" if large else ""
         if self.progress:
             self.progress.add_evaluation({"step": self.step, "val_loss": val_loss, "val_bpb": val_bpb}, sample, note)
 

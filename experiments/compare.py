@@ -56,11 +56,11 @@ def find_records(folders: list[Path]) -> list[Record]:
         for record in records:
             if (record.path / "run.json").exists():
                 record = read_run(record.path, record)
-            planned = record.arm, record.lr, record.seed, *record.settings.items()
-            same = Path(record.run).name, record.val_bpb, record.seconds or planned
+            known = record.arm, record.seed, *record.settings.items()  # of a run that has logged no seconds
+            same = Path(record.run).name, record.val_bpb, record.seconds or known
             if same not in found or (record.log and not found[same].log):
                 found[same] = record
-            require(record.val_bpb or not record.val_loss, f"{record.run} has no val_bpb: its ids had no --tokenizer")
+            require(record.val_bpb or not record.val_loss, f"{record.run} has no val_bpb; train with --tokenizer DIR")
     require(len(found) > 1, f"compare needs at least two runs, not {len(found)}; name folders, not files")
     one = len({record.folder for record in found.values()}) == 1  # relative times of two ablations do not compare
     return [record if one else replace(record, step_time=None) for record in found.values()]

@@ -98,7 +98,7 @@ def conditions(found: Comparison, others: Sequence[str]) -> str:
     counts = sorted({each.estimate.n for each in found.found.values() if each.estimate})
     parts = [f"n = {' or '.join(map(str, counts))}"] if counts else []
     if sizes := [run.parameters for run in found.runs if run.parameters]:
-        parts += [f"{span(sizes)} parameters, {span([run.tokens or 0 for run in found.runs if run.tokens])} tokens"]
+        parts += [f"{span(sizes)} parameters, {span([run.tokens or 0 for run in found.runs if run.parameters])} tokens"]
         if all(run.known for run in found.runs):
             texts = known_values(run.options["data"].partition("@")[0] for run in found.runs)
             dtypes = known_values(run.options.get("dtype") for run in found.runs)

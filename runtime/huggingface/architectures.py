@@ -308,7 +308,7 @@ def _with_defaults(theirs: Fields) -> Fields:
 def _rope(theirs: Fields) -> Fields:
     """The fields of the rotary positions as our configuration has them, from the spelling of transformers 4 or 5."""
     rope, parameters = theirs.get("rope_scaling") or {}, theirs.get("rope_parameters") or {}
-    if ARCHITECTURES[theirs["model_type"]].window == "layer_rope":  # both count, and parameters only by layer type
+    if ARCHITECTURES[theirs["model_type"]].window == "layer_rope":  # transformers merges both, by layer type
         rope = {"rope_type": "default"} | (parameters.get("full_attention") or {}) | rope
     rope = {name: value for name, value in (rope or parameters).items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -55,14 +55,16 @@ def byte_level_bpe() -> tokenizers.Tokenizer:
 def directories(tmp_path_factory) -> dict[str, Path]:
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about directories without a model
     root = tmp_path_factory.mktemp("tokenizers")
-    folders = {name: root / name for name in ("llama", "byte-level", "sentencepiece", "bytes")}
+    folders = {name: root / name for name in ("llama", "byte-level", "sentencepiece", "bytes", "no-bos")}
     for folder in folders.values():
         folder.mkdir()
     llama: dict[str, Any] = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
     llama |= {"remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True, "vocab_size": 500}
-    with open(folders["llama"] / "tokenizer.model", "wb") as model:
-        texts = TEXT.splitlines() + ["<s> </s>"] * 99
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, **llama)
+    texts = TEXT.splitlines() + ["<s> </s>"] * 99
+    other: dict[str, Any] = {"add_dummy_prefix": False, "bos_id": -1, "user_defined_symbols": "<sep>"}
+    for name, more in (("llama", {}), ("no-bos", other)):
+        with open(folders[name] / "tokenizer.model", "wb") as model:
+            sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, **llama, **more)
     write(folders["llama"] / "tokenizer_config.json", tokenizer_class="LlamaTokenizer", eos_token="</s>")
     byte_level_bpe().save(str(folders["byte-level"] / "tokenizer.json"))
     write(folders["byte-level"] / "tokenizer_config.json", eos_token={"__type": "AddedToken", "content": END})
@@ -129,6 +131,7 @@ def test_any_directory_gives_its_tokenizer_to_a_new_model(directories, tmp_path)
         (folder / "chat_template.jinja").write_text("kept")
         read_directory(folder).save(saved)
         assert (saved / "chat_template.jinja").read_text() == "kept" and read_directory(saved).encode("a b")
+    assert (no_bos := read_directory(directories["no-bos"])).decode(no_bos.encode("a<sep>b\0")) == "a<sep>b\0"
     write(tmp_path / "config.json", model_type="gpt2", eos_token_id=[0])
     shutil.copy(directories["byte-level"] / "tokenizer.json", tmp_path)
     assert read_directory(tmp_path).end_of_document == 0, "from config.json, of whatever model"

@@ -113,6 +113,6 @@ def test_what_is_no_run_or_damaged_is_refused_in_a_line_and_nothing_is_written(m
     assert "at least two runs, not 1; name fo" in refused(ablate.main, ["compare", "a", "a/run.json", "--out", "out"])
     lines = Path(shutil.copytree("a", "ids"), "metrics.jsonl").read_text().replace("2.0}", "null}")
     Path("ids/metrics.jsonl").write_text(lines)
-    assert "ids has no val_bpb: its ids had no --tokenizer" in refused(ablate.main, ["compare", "a", "ids"])
+    assert "ids has no val_bpb; train with --tokenizer DIR" in refused(ablate.main, ["compare", "a", "ids"])
     assert "--out a holds runs" in refused(ablate.main, ["compare", "a", make("b", 2.0), "--out", "a"])
     assert not Path("out").exists()
