@@ -98,7 +98,7 @@ STAR: list[dict[str, Any]] = [{"dim": "32"}, {"clip": "0"}, {"lr": "0.1"}, {"mom
     "runs, names, others",
     [
         ([{}, LOSSY], [f"tokenizer={KNOWN['tokenizer']}", "tokenizer=hf@a lossy (10%)"], []),
-        ([{"lost": 0.1}, {"clip": "0", "lost": 0.1}], ["clip=1", "clip=0"], []),
+        ([{"lost": 0.1}, {"clip": "0", "lost": 0.2}], ["clip=1 lossy (10%)", "clip=0 lossy (20%)"], []),
         ([{}, {"steps": "1000", "warmup": "50"}], ["steps=20", "steps=1000"], ["warmup"]),
         ([{}, {"lr": "0.03"}, {"lr": "0.03", "seed": 1}], ["lr=0.015", "lr=0.03", "lr=0.03"], []),
         ([{}, GEMMA | {"dropout": "0.1"}], ["llama", "gemma3"], ["dropout"]),

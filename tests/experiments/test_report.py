@@ -91,7 +91,7 @@ def test_a_sentence_says_what_is_known(runs, sentence, summarize, tmp_path):
     [
         ({}, "n = 3; 0.2M parameters, 0.5M tokens of python, float32; equal tokens.", f"{FOUR}0.031."),
         ({"step_time": 1.27, "parameters": 9000}, "9,000 to 0.2M parameters", "step of dyt takes 1.27 times as long."),
-        ({"step_time": 1.02, "flops": 8.1e11}, "; equal tokens.", f"{FOUR}0.031."),
+        ({"tokens": 500_000, "step_time": 1.02, "flops": 8.1e11}, "python, float32; equal time.", f"{FOUR}0.031."),
         ({"tokens": 409_600, "step_time": 1.3}, "; equal FLOPs.", "1.30 times as long."),
         ({"tokens": 409_600, "flops": 9e11, "settings": KNOWN | {"steps": "10"}, "step_time": 2.0}, "; equal time", ""),
         ({"tokens": 409_600, "flops": 9e11, "step_time": None}, "unequal or unknown costs.", "1.12 times the FLOPs."),

@@ -259,7 +259,7 @@ WINDOWS: list[tuple[str, dict[str, Any], str]] = [  # "" if it is read
     ("mistral", {"sliding_window": (), "max_position_embeddings": 8192}, "sliding_window 4096 is not supported"),
     ("gemma2", {"sliding_window": 8, "layer_types": None}, "sliding_window 8 is not supported"),
     ("gemma3_text", {"rope_parameters": ROPES}, ""),
-    ("gemma3_text", {"rope_parameters": ROPES, "rope_scaling": {"rope_theta": 500.0}}, ""),
+    ("gemma3_text", {"rope_parameters": ROPES, "rope_scaling": {"rope_type": "default"}}, ""),
     ("olmo3", {"rope_parameters": {"rope_theta": 500.0}}, ""),
     ("glm4", {"rope_parameters": None, "partial_rotary_factor": None}, ""),
     ("gemma3_text", {"layer_types": MIXED}, OTHER_LAYERS),
