@@ -197,8 +197,8 @@ def rows_of(records: Iterable[Record]) -> list[Row]:
 def read_csv(file: Path) -> list[Record]:
     """The records in a `runs.csv`. Columns before the learning rate are factors, and those that are not ours options.
 
-    Earlier files lack the costs, which arms.csv has, the options, and which runs are the search. Raises ValueError,
-    naming the file, for a column that is missing and a value of the wrong type.
+    Earlier files lack the costs, the options, and which runs are the search. Raises ValueError, naming the file, for a
+    column that is missing and a value of the wrong type.
     """
     columns, rows = _read_table(file)
     for name in ("lr", "seed", "diverged", "step", "val_loss", "val_bpb"):
@@ -206,12 +206,9 @@ def read_csv(file: Path) -> list[Record]:
     require(rows, f"{file} has no runs")
     factors = [name for name in columns[: columns.index("lr")] if name not in ("arm", "run")]
     options = [name for name in columns if name in UNNAMED and name not in (*factors, *COLUMNS)]
-    arms = file.with_name("arms.csv")
-    costs = {row["arm"]: row for row in _read_table(arms)[1]} if "flops" not in columns and arms.exists() else {}
     records = []
     for number, row in enumerate(rows, 2):
         arm = Arm(tuple((name, row[name]) for name in factors) or (("name", row.get("arm", "")),))
-        row |= {name: costs[key].get(name, "") for name in COSTS if (key := row.get("arm") or arm.name) in costs}
         where = f"{file}, line {number}"
         values = {name: _read(row[name], kind, f"{where}: {name}") for name, kind in COLUMNS.items() if row.get(name)}
         require(values.keys() >= {"lr", "seed"}, f"{where} has no learning rate or no seed")
