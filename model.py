@@ -81,10 +81,7 @@ class Llama(nn.Module):
         rope = self.rope(slice(length) if cache is None else cache[0].positions(length))
         x = self.init_stream(self.dropout(self.embed_tokens(tokens)))  # the stream
         for layer, block in enumerate(self.layers):
-            if self.recompute and cache is None and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, use_reentrant=False)
-            else:
-                x = block(x, rope, cache[layer] if cache is not None else None)
+            x = block(x, rope, cache[layer] if cache is not None else None, self.recompute)
         return self.final_norm(x)  # B T C
 
     def logits(self, x: Tensor) -> Tensor:
@@ -153,7 +150,9 @@ class Block(nn.Module):
         self.mlp_residual = connection(Site("mlp", layer, config.layers, config.dim, make_norm, Linear))
         self.mlp = MLP(config)
 
-    def forward(self, x: Stream, rope: RopeTable, cache: "LayerCache | None" = None) -> Stream:
+    def forward(self, x: Stream, rope: RopeTable, cache: "LayerCache | None" = None, recompute: bool = False) -> Stream:
+        if recompute and cache is None and torch.is_grad_enabled():  # within the hooks that gather sharded weights
+            return checkpoint(self.forward, x, rope, use_reentrant=False)
         x = self.attention_residual(x, self.self_attn, rope, cache)
         return self.mlp_residual(x, self.mlp)
 
