@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from machine.device import check_compile
 from model import LayerCache, Llama
 
-SMALLEST = 256  # tokens; a larger cache has a power of two, because each size is compiled, and torch stops after eight
+SMALLEST = 256  # tokens; a larger cache has a power of two, because each size is compiled
 
 
 class StaticCache(nn.Module, LayerCache):

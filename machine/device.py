@@ -114,7 +114,7 @@ def autocast(device: torch.device, dtype: torch.dtype, cache: bool = False) -> c
 
 def to_device(ids: Tensor, device: torch.device) -> Tensor:
     """A copy on `device`. Python does not wait for it on CUDA, where copies from pinned memory are asynchronous."""
-    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids.to(device)
+    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and ids.is_cpu else ids.to(device)
 
 
 @contextlib.contextmanager
@@ -175,4 +175,6 @@ def check_compile(device: torch.device, required: bool = True) -> bool:
         raise BadInput(f"--compile needs {missing}; or use --no-compile")
     if missing:
         warn(f"not compiled: torch.compile needs {missing}")
+    # All models share one code object, of which torch compiles 8 versions and runs the others eagerly.
+    torch.compiler.config.recompile_limit = 256
     return not missing

@@ -101,8 +101,8 @@ def test_generation_waits_once_for_each_token(sampling, samples, make_run):
     with fake_card() as waits, torch.inference_mode(), autocast(CARD, run.dtype):
         model = Llama(run.model_config).to(CARD).eval()
         generate.cast_matrices(model, run.dtype)
+        prompts = torch.tensor([[5, 6, 7]] * samples, device=CARD if samples > 1 else "cpu")
         waits.take()
-        prompts = torch.tensor([[5, 6, 7]] * samples)
         for ids in generate.stream_ids(model, prompts, generate.Sampling(tokens=3, **sampling), ends=256):
             assert len(ids) == samples
             found.append(waits.take())
