@@ -40,9 +40,14 @@ def process_group() -> Iterator[None]:
         store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     backend = "cpu:gloo,cuda:nccl" if cards else "gloo"
     dist.init_process_group(backend, store=store, rank=number, world_size=count)
-    try:
-        yield
-    finally:
+    yield
+    leave()
+
+
+def leave() -> None:
+    """Leave the group, in which all ranks must take part. One that fails alone ends without: NCCL would wait."""
+    all_gather(None)
+    if world_size() > 1:
         dist.destroy_process_group()
 
 

@@ -164,7 +164,7 @@ def exit_codes(memory_options: str) -> Iterator[None]:
 
         if distributed.is_main():
             _print_error(str(error))
-        distributed.all_gather(None)  # rank 0 prints before torchrun sees any of them end
+        distributed.leave()  # rank 0 has printed before torchrun sees any of them end
         sys.exit(error.code)
     except Exception as error:
         if out_of_memory(error):
@@ -179,8 +179,10 @@ def exit_codes(memory_options: str) -> Iterator[None]:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out. On every device torch says that it cannot allocate it, and so does the system."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and "allocate" in str(error))
+    """Whether memory ran out, by what torch, CUDA, Triton, cuBLAS and the system say then."""
+    said = str(error) if isinstance(error, RuntimeError | OSError) else ""
+    words = ("allocate", "out of memory", "ALLOC_FAILED")
+    return isinstance(error, MemoryError) or any(word in said for word in words)
 
 
 def _print_error(line: str) -> None:
