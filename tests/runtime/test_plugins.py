@@ -32,7 +32,7 @@ class MyNorm(torch.nn.Module):
         self.factor = factor
 
     def forward(self, x):
-        return x * self.factor
+        return x * self.factor * (1 + 1e-6 * len(x))  # sums of other shapes differ on CUDA
 """
 PLACEMENT = """
 from norms.placement import Placement, PreNorm, register_placement, without_final_norm
