@@ -383,7 +383,7 @@ def evaluate_only(run: Run) -> None:
         checkpoint = checkpoints.find_checkpoint(run.folder if run.earlier else run.config.init_from)
         same = not run.earlier or read_config(checkpoint)[0] == run.model_config
         require(same, f"{checkpoint} does not match the model in {run.folder / 'run.json'}")
-        model = read_model(checkpoint, run.model_config).to(run.device).eval()
+        model = read_model(checkpoint, run.model_config).to(run.device, torch.float32).eval()
     val_loss, val_bpb = evaluate(model, run)
     if distributed.is_main():
         print(f"{checkpoint}: {losses_line(val_loss, val_bpb)}")

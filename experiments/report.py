@@ -69,7 +69,8 @@ def verdicts(found: Comparison) -> str:
         parts.append(f"With compute, {'; '.join(trends)}.")
     if found.found:
         parts.append(f"Compared with {found.against}, {rates}: {by_verdict(found.found)}.")
-    alone = [arm for arm in found.arms if arm not in {*found.found, *map(found.baselines.get, found.found)}]
+    compared = {*found.found, *map(found.baselines.get, found.found)}
+    alone = [arm for arm in found.arms if arm not in compared]
     if alone:
         means = listed([f"{arm.name} (val_bpb {mean_of(found.arms[arm].runs)})" for arm in alone])
         parts.append(f"Not compared, as no other arm has the same text and batches: {means}.")
@@ -113,6 +114,7 @@ def conditions(found: Comparison, others: Sequence[str]) -> str:
 
 
 def millions(value: float) -> str:
+    """In millions, or as it is below a tenth of one."""
     return f"{value / 1e6:,.1f}M" if value >= 1e5 else f"{value:,}"
 
 
@@ -213,12 +215,6 @@ def comparison_table(found: Comparison) -> str:
     return table(titles, rows)
 
 
-def ladder_table(found: Comparison) -> str:
-    """A row for each arm: how its difference changes with compute."""
-    rows = [[arm.name, *columns_of(slope)] for arm, slope in found.trends.items()]
-    return table(["arm", "slope for each doubling (n)", "trend", "p", "detectable"], rows)
-
-
 def search_table(found: Comparison) -> str:
     """A row for each arm and a column for each learning rate."""
     lrs = sorted({run.lr for runs in found.search.values() for run in runs})
@@ -269,7 +265,9 @@ def make_report(folder: Path, records: list[Record], command: str = "") -> list[
         sections += ["## Comparison", comparison_table(found)]
     if found.trends:
         sizes = "; ".join(f"{size}: {flops:.2g}" for size, flops in found.flops.items())
-        sections += ["## Effect over compute", f"{LADDER}{sizes}.", ladder_table(found)]
+        slopes = [[arm.name, *columns_of(slope)] for arm, slope in found.trends.items()]
+        ladder = table(["arm", "slope for each doubling (n)", "trend", "p", "detectable"], slopes)
+        sections += ["## Effect over compute", f"{LADDER}{sizes}.", ladder]
     if found.search:
         sections += ["## Learning rates", SEARCH, search_table(found)]
     first, last = ("\n\n".join(filter(None, part)) for part in (sections, about))

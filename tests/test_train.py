@@ -372,9 +372,7 @@ def test_evaluation_is_deterministic_without_dropout_and_without_gradients(comma
     assert [len(part) for part in parts] == [4, 4, 4] and found == alone
 
 
-def test_a_finished_run_is_evaluated_and_changes_neither_by_resuming_nor_with_its_text(
-    command, capsys, text, fingerprint
-):
+def test_a_finished_run_is_evaluated_and_resuming_does_not_change_it(command, capsys, text, fingerprint):
     run = command("--steps 1")
     before = fingerprint(run)
     command("--resume")
@@ -486,9 +484,7 @@ def test_a_tokenizer_of_ones_own_is_only_needed_for_the_start(command, tmp_path,
     assert fingerprint(run) == fingerprint(whole) and load_pretrained(run)[1].hash == tokenizer.hash
 
 
-def test_a_resumed_run_says_what_changes_keeps_its_first_command_and_warns_of_another_machine(
-    command, capsys, monkeypatch
-):
+def test_a_resumed_run_says_what_changes_and_keeps_its_first_command(command, capsys, monkeypatch):
     """What follows changes as well. On another machine, or with other threads, it cannot have the same bits."""
     for flags in ("--steps 1", "--steps 2 --resume", "--steps 3 --resume"):
         run = command(flags)

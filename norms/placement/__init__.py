@@ -20,14 +20,6 @@ class Unsupported(ValueError):
     """A placement that is not supported with this norm."""
 
 
-def identity(x: Tensor, **arguments) -> Tensor:
-    return x
-
-
-def one_norm(site: Site, **arguments) -> nn.Module:
-    return site.make_norm(site.name)
-
-
 def as_tuple(stream: Any) -> tuple[Tensor, ...]:
     return stream if isinstance(stream, tuple) else (stream,)
 
@@ -41,8 +33,8 @@ class Placement:
     """
 
     connection: Callable[..., nn.Module]  # gets the Site
-    final_norm: Callable[..., nn.Module] = one_norm  # between stream and head
-    init_stream: Callable[..., Any] = identity  # turns the embedding into the stream
+    final_norm: Callable[..., nn.Module] = lambda site, **_: site.make_norm(site.name)  # between stream and head
+    init_stream: Callable[..., Any] = lambda x, **_: x  # turns the embedding into the stream
     streams: Callable[[Any], tuple[Tensor, ...]] = as_tuple  # what --watch measures: one tensor or two
     init: str = "normal"  # the default of --init
     init_gain: Callable[[str, int], float] = lambda role, depth: 1.0  # scales the draw of a weight, by roles.ROLES
