@@ -87,7 +87,7 @@ def test_in_the_published_searches_only_gemma3_and_gemma4_with_adamw_are_unsure(
         arms = compare(name_arms(find_records([file.parent]))[0]).search
         searches |= {(file.parent.name, arm.name): losses_of(runs) for arm, runs in arms.items()}
     unsure = {arm: losses for arm, losses in searches.items() if find_optimum(losses).unsure}
-    assert [*unsure] == [("recipes-adamw", "gemma3"), ("recipes-adamw", "gemma4")] and len(searches) == 67
+    assert [*unsure] == [("recipes-adamw", "gemma3"), ("recipes-adamw", "gemma4")] and len(searches) == 76
     losses = unsure["recipes-adamw", "gemma4"]
     found = find_optimum(losses)
     assert found == Optimum(0.0525, None, unsure=[0.0128, 0.0205, 0.0328, 0.0525, 0.084])
