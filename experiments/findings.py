@@ -249,7 +249,8 @@ def trends_of(found: Mapping[Pair, Finding], flops: Mapping[str, float]) -> dict
     for (arm, _), effects in grouped(named).items():  # a size may have another baseline
         sizes = dict(effects)
         rungs = [sizes[size] for size in flops if size in sizes]
-        planned, tuned = min(each.planned for each in rungs), {each.tuned for each in rungs}
+        planned = min(each.planned for each in rungs)
+        tuned = {each.tuned for each in rungs}
         known = len(rungs) == len(flops) and all(each.complete and each.planned == planned for each in rungs)
         trends[arm] = Trend(
             values=(line @ [each.values for each in rungs]).tolist() if known else [],

@@ -21,7 +21,8 @@ class CapturedStep:
 
     def __init__(self, step: Callable[..., dict[str, Tensor]], optimizers: Iterable[Optimizer], device: torch.device):
         self.step, self.plain, self.stream = step, PLAIN_STEPS, torch.cuda.Stream(device)
-        self.graph, self.inputs, self.outputs = torch.cuda.CUDAGraph(), list[Tensor](), dict[str, Tensor]()
+        self.graph = torch.cuda.CUDAGraph()
+        self.inputs, self.outputs = list[Tensor](), dict[str, Tensor]()
         self.lr = torch.zeros((), device=device)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["capturable"] = True  # Muon always is

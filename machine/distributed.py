@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from files import InUse
+from files import Ended, InUse
 
 T = TypeVar("T")
 
@@ -40,15 +40,14 @@ def process_group() -> Iterator[None]:
         store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     backend = "cpu:gloo,cuda:nccl" if cards else "gloo"
     dist.init_process_group(backend, store=store, rank=number, world_size=count)
-    yield
-    leave()
-
-
-def leave() -> None:
-    """Leave the group, in which all ranks must take part. One that fails alone ends without: NCCL would wait."""
-    all_gather(None)
-    if world_size() > 1:
-        dist.destroy_process_group()
+    try:
+        yield
+    except BaseException as error:
+        # NCCL waits for the other ranks, and they for this one, unless all have the error.
+        if isinstance(error, Ended) or isinstance(error.__context__, Ended):
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def rank() -> int:

@@ -164,7 +164,7 @@ def exit_codes(memory_options: str) -> Iterator[None]:
 
         if distributed.is_main():
             _print_error(str(error))
-        distributed.leave()  # rank 0 has printed before torchrun sees any of them end
+        distributed.all_gather(None)  # rank 0 prints before torchrun sees any of them end
         sys.exit(error.code)
     except Exception as error:
         if out_of_memory(error):

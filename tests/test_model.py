@@ -244,7 +244,7 @@ def test_gradient_checkpointing_computes_each_block_twice_and_is_bit_identical()
         model.recompute = recompute
         for number, block in enumerate(model.layers):
             block.register_forward_pre_hook(lambda *args: calls.append("gather"))  # as sharding does
-            block.mlp.register_forward_pre_hook(lambda *args, number=number: calls.append(number))
+            block.get_submodule("mlp").register_forward_pre_hook(lambda *args, number=number: calls.append(number))
         torch.manual_seed(0)
         losses = [model.loss(batch[:, :-1], batch[:, 1:]) for batch in tokens]
         torch.stack(losses).sum().backward()

@@ -51,8 +51,8 @@ with open(HERE / "runs.csv") as file:
         else:
             by_seed[key][int(row["seed"])] = float(row["val_bpb"])
             steps[key], rates[key] = int(row["step"]), float(row["lr"])
-for key, each in search.items():
-    rate, regret[key] = best_rate(each)
+for key, searched in search.items():
+    rate, regret[key] = best_rate(searched)
     assert rate == rates[key], (key, rate, rates[key])
 losses = {key: np.array([each[seed] for seed in sorted(each)]) for key, each in by_seed.items()}
 quantile = stats.t.ppf(0.975, len(next(iter(losses.values()))) - 1)
