@@ -12,7 +12,7 @@ from config import Asked
 from experiments.ablation import AblationConfig, resolve_ablation, run_ablation
 from experiments.arms import pop_options
 from experiments.compare import main as compare_command
-from files import BadInput, lock_file
+from files import lock_file
 from machine.process import bad_input, exit_codes
 from runtime.flags import Parser, add_flags, add_options
 from runtime.plugins import import_first
@@ -24,8 +24,6 @@ def main(arguments: list[str] | None = None) -> None:
     with exit_codes("--jobs, --micro-batch-size, --context or --dim"):
         if arguments[:1] == ["compare"]:
             return compare_command(arguments)
-        if arguments[:1] == ["claim"]:
-            raise BadInput("ablate.py claim is gone: CLAIMS.md has its results, and commit f6fca67 can run it again")
         options, shared = parse(arguments)
         with bad_input():
             grid = resolve_ablation(options, shared)

@@ -200,7 +200,8 @@ class Step:
         self.optimizers = make_optimizers(model, config)
         shape = config.micro_batch_size, model.config.context
         tokens = torch.randint(model.config.vocab_size, shape, device=device)
-        dtype, count = getattr(torch, config.dtype), config.batch_size // config.micro_batch_size if whole else 1
+        dtype = getattr(torch, config.dtype)
+        count = config.batch_size // config.micro_batch_size if whole else 1
         scaler = GradScaler(device.type, enabled=dtype == torch.float16)
         self.accumulate = partial(accumulate_gradients, objective, [(tokens, tokens)] * count, count, dtype, scaler)
         self.update = partial(update_weights, model, self.optimizers, config.lr, config.clip, scaler)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from config import DEFAULTS, configs_of
 from experiments.costs import costs
-from experiments.records import SEARCH, Arm, Record, outcome, read_csv, settings_of
-from experiments.report import make_report
+from experiments.records import SEARCH, Arm, Record, grouped, outcome, read_csv, settings_of
+from experiments.report import listed, make_report
 from files import digest, require, warn
 from machine.process import bad_input
 from runtime.flags import Parser
@@ -55,13 +55,18 @@ def find_records(folders: list[Path]) -> list[Record]:
         if others := cells - {record.run for record in records}:
             warn(f"runs in {folder}/cells left out, because runs.csv does not have them: {len(others)}")
         for record in records:
-            if (record.path / "run.json").exists():
+            if record.run in cells:  # elsewhere, another run may stand where that of a report did
                 record = read_run(record.path, record)
-            known = record.arm, record.seed, *record.settings.items()  # of a run that has logged no seconds
+            known = record.arm, record.lr, record.seed, *record.settings.items()  # of a run that has logged no seconds
             same = Path(record.run).name, record.val_bpb, record.seconds or known
             if same not in found or (record.log and not found[same].log):
                 found[same] = record
             require(record.val_bpb or not record.val_loss, f"{record.run} has no val_bpb; train with --tokenizer DIR")
+    twins = grouped(((run.folder, run.lr, run.seed, *sorted(run.options.items())), run.run) for run in found.values())
+    for runs in twins.values():
+        require(
+            len(runs) == 1, f"{listed(runs)} have the same options and seed; name one, or put them into two folders"
+        )
     require(len(found) > 1, f"compare needs at least two runs, not {len(found)}; name folders, not files")
     one = len({record.folder for record in found.values()}) == 1  # relative times of two ablations do not compare
     return [record if one else replace(record, step_time=None) for record in found.values()]

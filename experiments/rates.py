@@ -69,7 +69,8 @@ def find_optimum(losses: Losses) -> Optimum:
     saved = cubic(vertex) - cubic(np.linspace(x.min(), x.max(), 1000)).min()
     regret = max(a * (gradient @ covariance @ gradient), saved)
     noise = np.std(y - np.polyval((a, b, c), x), ddof=3)
-    lr, loss = float(f"{UNIT * math.exp(vertex):.3g}"), c - b * b / (4 * a)
+    lr = float(f"{UNIT * math.exp(vertex):.3g}")
+    loss = c - b * b / (4 * a)
     return Optimum(lr, float(regret), float(loss), float(noise))
 
 

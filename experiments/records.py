@@ -21,7 +21,7 @@ RESUMED_WITH = ("cache_dir", "log", "keep", "save_every", "save_minutes", "max_m
 NOT_COMPARED = {*RESUMED_WITH, "out"}
 COSTS = ("parameters", "tokens", "flops", "step_time")
 # Options that follow from no recipe, tokenizer or size, nor from what these cost.
-FREE = TrainConfig.__annotations__.keys() - {"steps", "warmup", "compile"} | {"dropout", "z_loss"}
+FREE = TrainConfig.__annotations__.keys() - {"steps", "warmup", "compile"} | {"dropout", "z_loss", "layers"}
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,8 @@ def rows_of(records: Iterable[Record]) -> list[Row]:
 def read_csv(file: Path) -> list[Record]:
     """The records in a `runs.csv`. Columns before the learning rate are factors, and those that are not ours options.
 
-    Earlier files lack the costs, the options, and which runs are the search. Raises ValueError, naming the file, for a
-    column that is missing and a value of the wrong type.
+    Earlier files lack the costs and the options. Raises ValueError, naming the file, for a column that is missing and a
+    value of the wrong type.
     """
     columns, rows = _read_table(file)
     for name in ("lr", "seed", "diverged", "step", "val_loss", "val_bpb"):
@@ -212,7 +212,6 @@ def read_csv(file: Path) -> list[Record]:
         where = f"{file}, line {number}"
         values = {name: _read(row[name], kind, f"{where}: {name}") for name, kind in COLUMNS.items() if row.get(name)}
         require(values.keys() >= {"lr", "seed"}, f"{where} has no learning rate or no seed")
-        values = {"search": values["seed"] >= SEARCH} | values
         settings = {name: row[name] for name in options if row[name] not in ("", UNNAMED[name])}
         records.append(Record(arm, **values, settings=settings, folder=str(file.parent)))
     return records
@@ -231,7 +230,7 @@ def _read_table(file: Path) -> tuple[list[str], list[dict[str, str]]]:
 def _read(text: str, kind: Any, what: str) -> Any:
     """A value of type `kind`. Raises ValueError, naming `what` it is."""
     try:
-        value = {"True": True, "False": False}[text] if kind is bool else kind(text)
+        value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
         require(kind is not float or math.isfinite(value), what)
     except (KeyError, ValueError):
         raise ValueError(f"{what} is {text!r}, not of type {kind.__name__}") from None

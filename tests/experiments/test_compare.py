@@ -36,7 +36,7 @@ def make(template, tmp_path, monkeypatch):
         run["resolved"] |= changed
         Path(name).mkdir(parents=True)
         write_run_file(Path(name, "run.json"), run)
-        training = {"train_loss": 3.0, "tokens_per_second": 128.0, "seconds": 1.0, "tokens": 64}
+        training = {"train_loss": 3.0, "tokens_per_second": 128.0, "seconds": bpb, "tokens": 64}
         log = [training | {"step": 4}, {"step": 4, "val_loss": 2.0, "val_bpb": bpb}] if bpb else []
         Path(name, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
         return name
@@ -68,8 +68,7 @@ def test_runs_are_paired_by_seed_and_all_files_are_written(make, capsys):
 def test_all_of_a_folder_with_an_earlier_report_and_an_imported_norm(make, monkeypatch):
     """Files beside the runs are ignored, and a run that the report has counts once, whichever is named first."""
     Path("mine.py").write_text("import torch\nfrom norms import register\nregister('mine')(torch.nn.RMSNorm)\n")
-    runs = [make("runs/a", 2.0), make("runs/b", 2.5, norm="mine"), "runs/notes.txt"]
-    Path("runs/notes.txt").touch()
+    runs = [make("runs/a", 2.0), make("runs/b", 2.5, norm="mine"), "mine.py"]
     ablate.main(["compare", *runs, "--out", "runs/earlier"])
     alone = compared(*runs)
     assert compared("runs/earlier", *runs) == compared(*runs, "runs/earlier") == alone
@@ -78,6 +77,8 @@ def test_all_of_a_folder_with_an_earlier_report_and_an_imported_norm(make, monke
         monkeypatch.setitem(table, "mine", None)
         del table["mine"]
     assert "; 8,256 parameters, 512 tokens of text, float32; equal" in compared(*runs, "--import", "mine.py")[1]
+    shutil.rmtree("runs/a")
+    assert "mine +0.500, dyt +7.000" in compared("runs/earlier", make("runs/a", 9.0, norm="dyt"))[0]
 
 
 def test_cells_that_runs_csv_has_count_as_they_are_now(make):
@@ -94,11 +95,11 @@ def test_cells_that_runs_csv_has_count_as_they_are_now(make):
 
 
 def test_runs_of_one_name_are_told_apart_although_they_diverged_at_once(make):
-    for norm, bpb in (("dyt", 2.0), ("derf", 2.5)):
-        runs = [make(f"{norm}/{seed}", bpb + seed, seed=seed, norm=norm) for seed in range(3)]
+    for bpb, norm, lr in ((2.0, "dyt", 0.1), (2.5, "derf", 0.1), (2.2, "derf", 0.2)):
+        runs = [make(f"d{bpb}/{seed}", bpb + seed, seed=seed, norm=norm, lr=lr) for seed in range(3)]
         Path(runs[0], "metrics.jsonl").write_text('{"step": 3, "not_finite": true}\n')
     page = compared(*map(str, Path().glob("d*/*")))
-    assert "undecided, as runs diverged" in page[0] and sum("| 1 of 3 |" in line for line in page) == 2
+    assert "undecided, as runs diverged" in page[0] and sum("| 1 of 3 |" in line for line in page) == 3
 
 
 def test_what_is_no_run_or_damaged_is_refused_in_a_line_and_nothing_is_written(make, refused):
@@ -114,5 +115,6 @@ def test_what_is_no_run_or_damaged_is_refused_in_a_line_and_nothing_is_written(m
     lines = Path(shutil.copytree("a", "ids"), "metrics.jsonl").read_text().replace("2.0}", "null}")
     Path("ids/metrics.jsonl").write_text(lines)
     assert "ids has no val_bpb; train with --tokenizer DIR" in refused(ablate.main, ["compare", "a", "ids"])
-    assert "--out a holds runs" in refused(ablate.main, ["compare", "a", make("b", 2.0), "--out", "a"])
+    assert "b and a have the same options and seed" in refused(ablate.main, ["compare", make("b", 2.1), "a"])
+    assert "--out a holds runs" in refused(ablate.main, ["compare", "a", make("c", 2.0, norm="dyt"), "--out", "a"])
     assert not Path("out").exists()

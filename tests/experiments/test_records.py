@@ -55,7 +55,7 @@ def test_settings_are_what_can_change_a_result_and_is_not_at_its_default():
 
 
 def test_runs_csv_comes_back_as_it_was(tmp_path, undrawn):
-    """Also a run that diverged, one that has not ended, a search, factors as they were spelled, a recipe, imports."""
+    """Also runs that diverged or have not ended, a search, factors as they were spelled, imports. As Excel saves it."""
     arms = [Arm.of(norm=norm, clip=clip) for norm in ("rmsnorm", "dyt:alpha=1e-1") for clip in ("1", "0.50")]
     settings = KNOWN | {"recipe": "olmo", "imports": "p.py@111111", "norm": "dyt:alpha=0.1", "clip": "0.5"}
     known = {"settings": settings, "machine": "CPU, AVX2", "commit": "abc", "lost": 0.125}
@@ -63,7 +63,7 @@ def test_runs_csv_comes_back_as_it_was(tmp_path, undrawn):
     runs += [replace(runs[0], seed=3, step=0, val_loss=None, val_bpb=None)]
     runs += search(arms[1], {0.003: [2.5], 1e-05: [None]}, **known)
     make_report(tmp_path, runs)
-    (tmp_path / "runs.csv").write_text("\ufeff" + (tmp_path / "runs.csv").read_text())  # as Excel saves it
+    (tmp_path / "runs.csv").write_text("\ufeff" + (tmp_path / "runs.csv").read_text().replace(",True,", ",TRUE,"))
     again = read_csv(tmp_path / "runs.csv")
     assert [run.options for run in again] == [run.options for run in runs]
     assert [replace(run, settings={}) for run in again] == [replace(run, settings={}) for run in runs]

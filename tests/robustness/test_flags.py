@@ -41,7 +41,6 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--lrs 0.005 --min-lr 0.01": (ablate.main, "--min-lr must be from 0 to --lr, 0.005, not 0.01"),
     "--ladder 32 40 --head-dim 16": (ablate.main, "--dim follows from --ladder; leave it out"),
     "--tokenizer none --vocab-size 300": (ablate.main, "an ablation compares val_bpb, so token files need their token"),
-    "claim lns": (ablate.main, "ablate.py claim is gone: CLAIMS.md has its results"),
     "norms --row 3 --rowz 3": (bench.main, "did you mean --rows?"),
     "norms --json taken": (bench.main, "--json taken is not a regular file"),
 }
@@ -68,7 +67,7 @@ def contents(folder: Path) -> set[tuple[Path, int]]:
 def test_a_wrong_flag(flags, place, ends, monkeypatch):
     monkeypatch.chdir(place)
     before, (command, message) = contents(place), REFUSED[flags]
-    whole = command in (generate.main, bench.main) or flags.startswith(("claim", "--resume"))
+    whole = command in (generate.main, bench.main) or flags.startswith("--resume")
     code, error = ends(command, [*([] if whole else [*SMALL.split(), "--data", "text.txt"]), *flags.split()])
     assert code == 2 and message in error and error.count("error: ") == error.count("\n") == 1, error
     assert contents(place) == before
