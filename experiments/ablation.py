@@ -18,7 +18,7 @@ from experiments.records import SEARCH, compared
 from experiments.report import make_report
 from files import digest, read_json, require, write_atomically
 from norms.placement import PLACEMENTS
-from runtime.run_dir import RUNS_FOLDER
+from runtime.run_dir import RUNS_FOLDER, read_run_file
 
 TOKENS_PER_PARAMETER = 4.4
 COSTS = "costs.json"  # what was measured before the runs, and the steps that follow
@@ -94,6 +94,8 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     folder = Path(asked.get("out") or RUNS_FOLDER / name)
     free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     require(free or (folder / "cells").is_dir(), f"--out {folder} is a file, or not empty; choose another folder")
+    for file in folder.glob("cells/*/run.json"):
+        read_run_file(file)  # raises ValueError for one of another version
     model, config = next(iter(configs.values()))  # all arms share the text
     data = prepare(
         config.data,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from config import DEFAULTS, configs_of
 from experiments.costs import costs
-from experiments.records import SEARCH, Arm, Record, grouped, outcome, read_csv, settings_of
-from experiments.report import listed, make_report
+from experiments.records import SEARCH, Arm, Record, outcome, read_csv, settings_of
+from experiments.report import make_report
 from files import digest, require, warn
 from machine.process import bad_input
 from runtime.flags import Parser
@@ -46,7 +46,7 @@ def find_records(folders: list[Path]) -> list[Record]:
 
     Files beside runs are ignored. A run that an earlier report has as well counts once, so that `runs/*` names all.
     """
-    found: dict[tuple, Record] = {}
+    found, taken = dict[tuple, Record](), dict[tuple, tuple]()
     for folder in (folder for folder in folders if not folder.is_file()):
         file = folder / "runs.csv"
         cells = {path.parent.name for path in folder.glob("cells/*/run.json")}
@@ -62,11 +62,8 @@ def find_records(folders: list[Path]) -> list[Record]:
             if same not in found or (record.log and not found[same].log):
                 found[same] = record
             require(record.val_bpb or not record.val_loss, f"{record.run} has no val_bpb; train with --tokenizer DIR")
-    twins = grouped(((run.folder, run.lr, run.seed, *sorted(run.options.items())), run.run) for run in found.values())
-    for runs in twins.values():
-        require(
-            len(runs) == 1, f"{listed(runs)} have the same options and seed; name one, or put them into two folders"
-        )
+            key = record.folder, record.lr, record.seed, str(record.options)
+            require(taken.setdefault(key, same) == same, f"{record.run} has options and seed of another run; name one")
     require(len(found) > 1, f"compare needs at least two runs, not {len(found)}; name folders, not files")
     one = len({record.folder for record in found.values()}) == 1  # relative times of two ablations do not compare
     return [record if one else replace(record, step_time=None) for record in found.values()]

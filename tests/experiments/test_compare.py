@@ -115,6 +115,6 @@ def test_what_is_no_run_or_damaged_is_refused_in_a_line_and_nothing_is_written(m
     lines = Path(shutil.copytree("a", "ids"), "metrics.jsonl").read_text().replace("2.0}", "null}")
     Path("ids/metrics.jsonl").write_text(lines)
     assert "ids has no val_bpb; train with --tokenizer DIR" in refused(ablate.main, ["compare", "a", "ids"])
-    assert "b and a have the same options and seed" in refused(ablate.main, ["compare", make("b", 2.1), "a"])
+    assert "b has options and seed of another run; name one" in refused(ablate.main, ["compare", "a", make("b", 2.1)])
     assert "--out a holds runs" in refused(ablate.main, ["compare", "a", make("c", 2.0, norm="dyt"), "--out", "a"])
     assert not Path("out").exists()
