@@ -149,7 +149,8 @@ class PretrainedTokenizer(Tokenizer):
         alphabet = byte_level_alphabet() if "ByteLevel" in decoder else {}
         self.pieces = [b""] * (1 + max(ids.values()))
         for name in ids.keys() - special:
-            if name in added:
+            # Byte-level decoders leave them as they are. Others decode them too, as Gemma's runs of spaces.
+            if name in added and alphabet:
                 piece = name.encode()
             elif alphabet.keys() >= set(name):
                 piece = bytes(alphabet[char] for char in name)

@@ -337,11 +337,7 @@ def test_dropout_differs_between_steps_seeds_and_ranks_and_repeats_with_them(mak
 
 
 def test_evaluation_is_deterministic_without_dropout_and_without_gradients(command, monkeypatch):
-    """Its batch size does not matter. It covers --eval-tokens tokens.
-
-    Ranks share it and find the same figure, bit for bit. Of ten batches, each of three ranks computes four, since with
-    --shard all have to help.
-    """
+    """Its batch size does not matter. Ranks share it: each of three computes four of ten batches, to the same bits."""
     run = opened(f"--eval-only --out {command('--steps 1 --dropout 0.5 --eval-tokens 640')}")
     model, _ = load_pretrained(find_checkpoint(run.folder), run.device)
     state = torch.get_rng_state()

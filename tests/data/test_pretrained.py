@@ -70,7 +70,9 @@ def directories(tmp_path_factory) -> dict[str, Path]:
     write(folders["byte-level"] / "tokenizer_config.json", eos_token={"__type": "AddedToken", "content": END})
     train_tokenizer([TEXT] + ["<s> </s>\n"] * 99, 500).save(folders["sentencepiece"])
     ByteTokenizer().save(folders["bytes"])
-    AutoTokenizer.from_pretrained(folders["llama"]).save_pretrained(folders["llama"])
+    theirs = AutoTokenizer.from_pretrained(folders["llama"])
+    theirs.add_tokens(tokenizers.AddedToken("\u2581t", normalized=False))  # as Gemma's runs of spaces
+    theirs.save_pretrained(folders["llama"])
     return folders
 
 
