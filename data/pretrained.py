@@ -149,7 +149,7 @@ class PretrainedTokenizer(Tokenizer):
         alphabet = byte_level_alphabet() if "ByteLevel" in decoder else {}
         self.pieces = [b""] * (1 + max(ids.values()))
         for name in ids.keys() - special:
-            # Byte-level decoders leave them as they are. Others decode them too, as Gemma's runs of spaces.
+            # A byte-level decoder leaves added tokens as they are. Others decode them too, such as Gemma's spaces.
             if name in added and alphabet:
                 piece = name.encode()
             elif alphabet.keys() >= set(name):

@@ -201,7 +201,7 @@ def read_csv(file: Path) -> list[Record]:
     value of the wrong type.
     """
     columns, rows = _read_table(file)
-    for name in ("lr", "seed", "diverged", "step", "val_loss", "val_bpb"):
+    for name in ("lr", "seed", "search", "diverged", "step", "val_loss", "val_bpb"):
         require(name in columns, f"{file} lacks the column {name!r}; it is not a runs.csv of this project")
     require(rows, f"{file} has no runs")
     factors = [name for name in columns[: columns.index("lr")] if name not in ("arm", "run")]
