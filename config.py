@@ -275,7 +275,6 @@ class TrainConfig:
     deterministic: bool = option(False, "deterministic kernels: slower, but a resumed run on CUDA has the same bits")
     recompute: bool = option(False, "gradient checkpointing: less memory, more time")
     compile: bool = option(None, "use torch.compile (default: in training, if the run is long enough to gain from it)")
-    cuda_graph: bool = option(False, "run each training step as one CUDA graph; no GPU has tried it yet")
     shard: bool = option(False, "with torchrun, split every weight over the ranks (FSDP2) instead of copying it (DDP)")
     eval_every: int = option(250, "steps between evaluations; also after the last step")
     eval_tokens: int = option(1 << 17, "validation tokens per evaluation, in evenly spaced windows; fewer are faster")
@@ -310,6 +309,9 @@ FIELDS = {each.name: each for config in (ModelConfig, TrainConfig) for each in d
 DEFAULTS: Asked = {
     name: each.default_factory() if callable(each.default_factory) else each.default for name, each in FIELDS.items()
 }
+
+# Options that have been removed, at the defaults they had: files of earlier commits have them.
+REMOVED: Asked = {"cuda_graph": False}
 
 # What differs from the defaults above, which are the preset `tiny`. `small` sees the default corpus 11 times, so it
 # needs dropout: without, it overfits (results/overfitting.md).
@@ -440,7 +442,7 @@ def check_fields(given: Asked, source: str, others: Asked | None = None) -> None
     """
     kinds = {name: each.type for name, each in FIELDS.items()} | (others or {})
     for name, value in given.items():
-        require(name in kinds, f"{source}: {name!r} is not an option of this version")
+        require(name in kinds, f"{source}: {name!r} ({as_text(value)}) is not an option of this version")
         kind = kinds[name]
         valid = is_a(value, kind) or (value is None and DEFAULTS[name] is None)
         require(valid, f"{source}: {name} must be of type {getattr(kind, '__name__', kind)}, not {value!r}")

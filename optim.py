@@ -115,10 +115,7 @@ class Muon(Optimizer):
                     # A part of a matrix cannot be orthogonalized.
                     updates = distributed.on_whole_matrices(self.orthogonalize, updates)
                     torch._foreach_mul_(batch, 1 - lr * decay)
-                    alpha = -scale
-                    if isinstance(alpha, Tensor):  # in a CUDA graph; as `alpha` it would be read, and waited for
-                        updates, alpha = alpha * updates, 1.0
-                    torch._foreach_add_(batch, updates.unbind(), alpha=alpha)
+                    torch._foreach_add_(batch, updates.unbind(), alpha=-scale)
 
     def nesterov(self, weights: list[Tensor], momentum: float) -> list[Tensor]:
         """Update the running means of the gradients, and return the Nesterov updates, which replace the gradients."""

@@ -37,7 +37,6 @@ from pages.progress import Progress, losses_line
 from pages.run import write_page
 from roles import draw_weights, matrices
 from runtime import checkpoint as checkpoints
-from runtime.acceleration import captured_step
 from runtime.flags import read_keywords, read_train, to_flags
 from runtime.huggingface.directory import read_config, read_model, stored_state
 from runtime.parallel import Parallel, matrices_on_meta
@@ -78,7 +77,7 @@ def clip_gradients(model: Llama, clip: float) -> Tensor:
     return grad_norm
 
 
-def step_optimizers(model: Llama, optimizers: list[Optimizer], lr: float | Tensor) -> None:
+def step_optimizers(model: Llama, optimizers: list[Optimizer], lr: float) -> None:
     """Let the optimizers use the gradients, then return matrices to where the placement keeps them, as in nGPT."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -90,7 +89,7 @@ def step_optimizers(model: Llama, optimizers: list[Optimizer], lr: float | Tenso
 
 
 def update_weights(
-    model: Llama, optimizers: list[Optimizer], lr: float | Tensor, clip: float, scaler: GradScaler, step: int = 0
+    model: Llama, optimizers: list[Optimizer], lr: float, clip: float, scaler: GradScaler, step: int = 0
 ) -> Tensor:
     """Clip the gradients and let the optimizers use them. Returns their norm before clipping.
 
@@ -178,7 +177,7 @@ class Trainer:
         inputs, targets = (to_device(ids, run.device) for ids in batch)
         self.pending.append(self.update(inputs, targets, learning_rate(config, self.step)))
 
-    def update_on(self, inputs: Tensor, targets: Tensor, lr: float | Tensor) -> dict[str, Tensor]:
+    def update(self, inputs: Tensor, targets: Tensor, lr: float) -> dict[str, Tensor]:
         """One optimizer step on a batch. Returns the terms of the objective, and the norm of the gradient."""
         run, config, watch = self.run, self.run.config, self.make_watch()
         size = config.micro_batch_size
@@ -228,7 +227,6 @@ class Trainer:
         self.objective = torch.compile(self.parallel.objective) if config.compile else self.parallel.objective
         self.optimizers = make_optimizers(self.model, config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
-        self.update = captured_step(self.update_on, self.optimizers, run.device, config.cuda_graph)
         self.step = 0  # steps that are done
         now = time.perf_counter()
         self.started = now  # less the seconds before a resume

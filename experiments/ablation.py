@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from config import Asked, check_values, combine, fields_of, option
+from config import REMOVED, Asked, check_values, combine, fields_of, option
 from data.prepare import prepare
 from experiments.arms import asked_of, ladder, resolve_arms, resolve_factors
 from experiments.costs import EQUAL, Configs, costs, equal_steps, step_times
@@ -89,7 +89,9 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     devices = resolve_devices(asked["device"]) if "device" in asked else ("",)
     on_device = shared | ({"device": devices[0]} if devices[0] else {})  # each run gets one
     configs = resolve_arms(arms, on_device)
-    settings = [(arm.factors, compared(fields_of(*each))) for arm, each in configs.items()]
+    settings = [(arm.factors, compared(fields_of(*each)) | REMOVED) for arm, each in configs.items()]
+    for _, each in settings:  # in the order of 5a132b0, so that its folders keep their names
+        each |= {name: each.pop(name) for name in ("shard", "eval_every", "eval_tokens")}
     name = f"ablation-{digest([options.equal, *settings])[:8]}"  # the same with more seeds or learning rates
     folder = Path(asked.get("out") or RUNS_FOLDER / name)
     free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
-from config import DEFAULTS, FIELDS, TrainConfig, as_text
+from config import DEFAULTS, FIELDS, REMOVED, TrainConfig, as_text
 from files import digest, require
 from norms.registry import TRAITS, Traits
 from runtime.run_dir import Row, RunFile
@@ -163,7 +163,7 @@ def spelled(value: Any) -> str:
     return as_text(value).removesuffix(".0") if isinstance(value, float) else as_text(value)
 
 
-UNNAMED = {name: spelled(value) for name, value in DEFAULTS.items()} | {"recipe": "llama", "imports": ""}
+UNNAMED = {name: spelled(value) for name, value in (DEFAULTS | REMOVED).items()} | {"recipe": "llama", "imports": ""}
 
 
 def final_bpb(records: Iterable[Record]) -> dict[int, float]:

@@ -1,1 +1,1 @@
-"""Optional code for speed: C on x86-64 CPUs, torch.compile, CUDA graphs. Without this package, everything runs."""
+"""Optional code for speed: decoding in C on x86-64 CPUs, or compiled. Without this package, everything runs."""

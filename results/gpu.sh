@@ -31,7 +31,6 @@ costs="$costs --norm=layernorm --norm=dyt --norm=seednorm --placement=post --pla
 
 run 120 default train.py --device cuda --out "$out/default"
 run 120 default train.py --device cuda --out "$out/default-warm"
-run 120 default train.py --device cuda --out "$out/default-graph" --cuda-graph
 run 120 default train.py --device cuda --out "$out/default-700" --steps 700 --compile
 run 120 loss train.py --device cuda $model --lr 0.005 --steps 800 --eval-every 130 --save-every 800 --no-compile --out "$out/loss-eager"
 run 120 loss train.py --device cuda $model --lr 0.005 --steps 800 --eval-every 130 --save-every 800 --compile --out "$out/loss"

@@ -20,7 +20,6 @@ from data.tokenizer import TOKENIZER_KINDS, NoTokenizer, Tokenizer
 from files import commit, require, warn
 from machine import distributed
 from machine.device import check_compile, describe, has_device, pick_device, pick_dtype
-from model import LARGE_VOCABULARY
 from norms import TRAITS
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, weight_hashes
 from runtime.huggingface.directory import open_model, read_tokenizer
@@ -223,14 +222,6 @@ def check_options(model: ModelConfig, config: TrainConfig, ranks: int) -> None:
         if micro < batch_size:
             parts = f"each micro-batch of {micro}, not over the batch of {batch_size}"
             warn(f"warning: --norm {norm} computes its statistics over {parts}; --micro-batch-size changes that")
-    if config.cuda_graph:
-        require(config.device.startswith("cuda"), "--cuda-graph needs a GPU")
-        others = {"--dtype float16": config.dtype == "float16", "several ranks": ranks > 1, "--watch": config.watch > 0}
-        others |= {"--recompute": config.recompute, "--deterministic": config.deterministic}
-        others |= {f"a vocabulary above {LARGE_VOCABULARY:,}": model.vocab_size > LARGE_VOCABULARY}  # it recomputes too
-        others |= {f"--norm {norm}": not TRAITS[norm].per_token, "--import": bool(import_records())}
-        for what, there in others.items():
-            require(not there, f"--cuda-graph does not support {what}")
     if config.shard:
         require(ranks > 1, "--shard needs several ranks, which torchrun --nproc-per-node starts")
         require(config.dtype != "float16", "--shard needs --dtype float32 or bfloat16, which need no loss scale")

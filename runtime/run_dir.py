@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from config import check_fields
+from config import REMOVED, check_fields
 from files import describe_write_error, digest, is_a, lock_file, read_json, require, warn, write_atomically
 
 RUNS_FOLDER = Path("runs")
@@ -67,6 +67,9 @@ def read_run_file(path: Path) -> RunFile:
     require(run.get("format") == RUN_FORMAT, f"{other}; commit {run.get('commit')} can read it")
     found = run.pop(CHECKSUM, None)
     require(found == digest(run), f"{path} is damaged or was edited; pass changed options as flags instead")
+    for options in (run["asked"], run["resolved"]):
+        for name in [name for name, default in REMOVED.items() if options.get(name) == default]:
+            del options[name]
     check_fields(run["resolved"], str(path))
     return run
 

@@ -107,7 +107,7 @@ def test_fields_of_a_file_have_their_types():
     for name, value, kind in (("layers", 2.0, "int"), ("lr", True, "float"), ("data", [3], "list")):
         with pytest.raises(ValueError, match=re.escape(f"run.json: {name} must be of type {kind}, not {value!r}")):
             check_fields({name: value}, "run.json")
-    with pytest.raises(ValueError, match=r"run\.json: 'width' is not an option of this version"):
+    with pytest.raises(ValueError, match=r"run\.json: 'width' \(3\) is not an option of this version"):
         check_fields({"width": 3}, "run.json")
     check_fields({"kv_heads": None, "warmup": None, "lr": 1, "norm_args": {"eps": 1}}, "run.json")
 

@@ -163,6 +163,8 @@ def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypat
     assert {folder(f"--norms rmsnorm layernorm {flags}") for flags in same} == {first}
     others = ["--norms rmsnorm", "--norms rmsnorm layernorm --steps 5", "--norms rmsnorm layernorm --equal flops"]
     assert len({folder(flags) for flags in others} | {first}) == 4
+    flags = f"{FLAGS} --dtype float32 --norms rmsnorm dyt --data text.txt"
+    assert resolve_ablation(*ablate.parse(flags.split())).folder.name == "ablation-4303d0d1"  # as at 5a132b0
 
 
 def test_every_option_that_can_change_a_result_must_be_that_of_the_run(resolve):
@@ -187,6 +189,8 @@ def test_every_option_that_can_change_a_result_must_be_that_of_the_run(resolve):
         write_run_file(file, run | {name: run[name] | {"hash": "another"}, "resolved": resolved})
         with pytest.raises(ValueError, match=f"the run in .* has --{flag} .*@another, not .*; choose another --out"):
             resolve("--seeds 1 --seed 0")
+    write_run_file(file, run | {"resolved": resolved | {"cuda_graph": False}})  # of 5a132b0
+    resolve("--seeds 1")
     write_run_file(file, run | {"resolved": resolved | {"device": "cuda:1"}})  # a card is as good as another
     replace(grid, configs={ARM: (model, replace(config, device="cuda:0"))}).record(cell)
 

@@ -106,15 +106,6 @@ def test_the_default_run_fits_the_card(capability, memory, flags, expected, card
     assert model.dim == 384
 
 
-@pytest.mark.parametrize("flags", ["--dtype float16", "--watch 5", "--recompute", "--norm batchnorm"])
-def test_a_cuda_graph_is_refused_where_replays_would_differ(flags, card, refused):
-    card((8, 9))
-    assert run.resolve(read_train(["--cuda-graph"]))[2].cuda_graph
-    refusal = f"error: --cuda-graph does not support {flags.removesuffix(' 5')}\n"
-    assert refused(train.main, f"--cuda-graph {flags}".split()) == refusal
-    assert refused(train.main, ["--cuda-graph", "--device", "cpu"]) == "error: --cuda-graph needs a GPU\n"
-
-
 @pytest.mark.parametrize("continues", [True, False])
 @pytest.mark.parametrize("before, after", [(None, 24e9), (24e9, 8e9), (8e9, None)])
 def test_a_default_run_stays_what_it_is_on_another_machine(before, after, continues, card, monkeypatch):

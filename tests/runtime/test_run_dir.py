@@ -28,9 +28,10 @@ def test_a_run_json_that_is_not_ours(old, new, message, tmp_path):
     path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(ValueError, match=f"^{path} {message}"):
         read_run_file(path)
-    write_run_file(path, RUN | {"resolved": {"future": 1}})
-    with pytest.raises(ValueError, match="'future' is not an option of this version"):
-        read_run_file(path)
+    for name, value, there in (("future", 1, "1"), ("cuda_graph", True, "true")):
+        write_run_file(path, RUN | {"resolved": {name: value}})
+        with pytest.raises(ValueError, match=rf"'{name}' \({there}\) is not an option of this version"):
+            read_run_file(path)
 
 
 DAMAGE = ["\x00", '{"train_loss": 1.0}', '{"step": 3, "train_loss": 2.0}', '{"step": 2, "train_loss": 1.0}']
