@@ -220,10 +220,7 @@ def to_theirs(config: ModelConfig) -> Fields:
     rope: Fields = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else {}
     if rope and rope[ROPE_SCALING[-1]] % 1 == 0:
         rope[ROPE_SCALING[-1]] = int(rope[ROPE_SCALING[-1]])  # transformers asks for an integer
-    theirs["rope_scaling"] = rope or None  # the spelling of transformers 4; the next is that of 5
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta} | rope
-    rope |= {name: theirs[name] for name in ["partial_rotary_factor"] if name in theirs}
-    theirs["rope_parameters"] = dict.fromkeys(LAYER_TYPES, rope) if architecture.window == "layer_rope" else rope
+    theirs["rope_scaling"] = rope or None  # the spelling of transformers 4, which 5 reads too
     if architecture.window.startswith("layer"):  # null is an error by layer, although none has the window
         theirs |= {"layer_types": ["full_attention"] * config.layers, "sliding_window": longest}
     elif architecture.window == "all":
