@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +22,25 @@ Modules = dict[str, nn.Module]
 
 
 class Watch:
-    """Measures a step of `model`: made before its forward pass, `start` after its backward pass, `finish` at its end.
+    """Measures a step of `model`: `start` after its backward pass, `finish` at its end.
 
     The step keeps its bits. Needs memory for a second copy of the matrices.
     """
 
     def __init__(self, model: Llama, step: int, path: Path):
         self.model, self.step, self.path = model, step, path
-        self.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # a norm may move its own
 
     def start(self, tokens: Tensor, dtype: torch.dtype, loss_scale: float) -> None:
         """Measure the forward pass of `tokens` (B, T), and the gradients of the batch, without the `loss_scale`."""
         with autocast(tokens.device, dtype):
-            self.rows = measure_sites(self.model, tokens, self.buffers)
-        pairs = zip(self.rows, sites(self.model), strict=True)
-        self.matrices = [(row, *named) for row, (_, _, site) in pairs for named in matrices_of(site)]
-        for row, name, weight in self.matrices:
-            if weight.grad is not None:
-                row[f"grad_rms.{name}"] = rms(weight.grad) / loss_scale
+            self.rows = measure_sites(self.model, tokens)
+        self.matrices = []
+        for row, (_, _, site) in zip(self.rows, sites(self.model), strict=True):
+            for name, module in site.items():
+                for weight in (each for each in module.parameters(recurse=False) if each.ndim == 2):
+                    self.matrices.append((row, name, weight))
+                    if weight.grad is not None:
+                        row[f"grad_rms.{name}"] = rms(weight.grad) / loss_scale
         self.before = {weight: weight.detach().clone() for _, _, weight in self.matrices}
 
     def finish(self) -> None:
@@ -55,13 +56,13 @@ class Watch:
         append(self.path, "".join(json.dumps({"step": self.step} | row) + "\n" for row in self.rows))
 
 
-def measure_sites(model: Llama, tokens: Tensor, buffers: Mapping[str, Tensor] = {}) -> list[Row]:
-    """A row a site, about the forward pass of `tokens` (B, T) with the model's or other `buffers`. Keeps them."""
+def measure_sites(model: Llama, tokens: Tensor) -> list[Row]:
+    """A row a site, about the forward pass of `tokens` (B, T). Running statistics stay as they are."""
     rows, hooks = [], []
     for block, name, site in sites(model):
         rows.append({"block": block, "site": name})
         hooks.extend(attach(rows[-1], site, PLACEMENTS[model.config.placement].streams))
-    copies = {name: buffers.get(name, buffer).clone() for name, buffer in model.named_buffers()}
+    copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad():
         functional_call(model, copies, (tokens,))
     for hook in hooks:
@@ -107,12 +108,6 @@ def attach(row: Row, site: Modules, streams: Callable[[Any], tuple[Tensor, ...]]
             row["max_logit"] = max_logit(queries.pop(), output)
 
     return [module.register_forward_hook(record) for module in site.values()]
-
-
-def matrices_of(site: Modules) -> list[tuple[str, nn.Parameter]]:
-    """The weight matrices of a site: [("q_proj", ...), ("k_proj", ...)]."""
-    named = ((name, weight) for name, module in site.items() for weight in module.parameters(recurse=False))
-    return [(name, weight) for name, weight in named if weight.ndim == 2]
 
 
 def rms(x: Tensor) -> float:
