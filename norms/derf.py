@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from norms.numerics import FP32, upcast
+from norms.numerics import upcast
 from norms.registry import register
 
 
@@ -19,7 +19,7 @@ class Derf(nn.Module):
 
     def __init__(self, dim: int, site: str = "", *, alpha: float = 0.5, attention_ratio: float = 1.0):
         super().__init__()
-        if not 0 < alpha * attention_ratio <= FP32.max or alpha < 0:
+        if min(alpha, attention_ratio) <= 0:
             raise ValueError(f"alpha and attention_ratio of derf must be positive, not {alpha} and {attention_ratio}")
         initial_alpha = alpha * attention_ratio if site == "attention" else alpha
         self.alpha, self.shift = nn.Parameter(torch.full((1,), float(initial_alpha))), nn.Parameter(torch.zeros(1))

@@ -1,7 +1,6 @@
 """The registry of norms: each kind is a class, a name for the `--norm` flag, and traits that its tests check."""
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -84,5 +83,5 @@ def check_arguments(what: str, constructor: Any, given: dict[str, Any]) -> None:
         if not is_a(value, wanted):
             choices = " or ".join(map(str, get_args(wanted)))  # for a Literal
             raise ValueError(f"argument {name} of {what} takes {EXPECTED.get(wanted, choices)}, not {value!r}")
-        if wanted is float and math.isfinite(value) and value and not FP32.tiny <= abs(value) <= FP32.max:
+        if wanted is float and value and not FP32.tiny <= abs(value) <= FP32.max:
             raise ValueError(f"argument {name} of {what} is beyond float32: {value}")

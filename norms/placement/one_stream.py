@@ -4,7 +4,6 @@ In the formulas N is a norm, f a sublayer (attention or MLP), x the residual str
 of the block, from 1, and L the number of blocks.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -145,8 +144,6 @@ class NormThenResidual(OneNorm):
 
     def __init__(self, site: Site, *, alpha: float = 1.0, beta: float = 1.0):
         super().__init__(site)
-        if not (math.isfinite(alpha) and math.isfinite(beta)):
-            raise ValueError(f"--placement-arg alpha and beta must be finite, not {alpha} and {beta}")
         self.alpha, self.beta = alpha, beta
 
     def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
