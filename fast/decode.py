@@ -6,7 +6,6 @@ From then on it is for generation alone: hooks, gradients, and changes to the mo
 """
 
 import ctypes
-import inspect
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,13 +15,10 @@ from torch import Tensor
 from config import ModelConfig
 from fast.native import load
 from model import LayerCache, Llama
-from norms import KINDS
 
 MAX_BATCH = 32  # torch's products are faster for more
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # largest rounding difference, by the matrices' dtype
-# The arguments of RMSNorm must have their defaults, but eps may be any.
-RMSNORM = {name: each.default for name, each in inspect.signature(KINDS["rmsnorm"]).parameters.items()}
-del RMSNORM["dim"], RMSNORM["eps"]
+RMSNORM = {"elementwise_affine": True, "zero_centered": False, "cast_order": "fp32"}  # eps may be any
 
 # The weights of a block in the order of decode.c: two vectors, then matrices.
 PATHS = ["attention_residual.norm", "mlp_residual.norm", *(f"self_attn.{name}_proj" for name in "qkvo")]
@@ -49,10 +45,10 @@ def unsupported(config: ModelConfig) -> str | None:
     if any(size % 16 for size in (config.dim, config.head_dim, config.hidden_dim)):
         return "it needs --dim, --head-dim and --hidden-dim to be multiples of 16"
     defaults = vars(type(config)()) | RMSNORM
-    settings = vars(config) | RMSNORM | config.norm_args
+    settings = vars(config) | config.norm_args
     computed = [each.name for each in fields(config) if each.metadata["export"] == "computed"]
-    for name in [*computed, *RMSNORM]:
-        if name != "norm_args" and settings[name] != defaults[name]:
+    for name in [*computed, *config.norm_args]:
+        if name not in ("norm_args", "eps") and settings[name] != defaults.get(name):
             return f"it does not support {name} {settings[name]}"
     return None
 
