@@ -7,7 +7,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from torch import nn
 
-from files import is_a
+from files import is_a, require
 from norms.numerics import FP32
 
 NormClass = TypeVar("NormClass", bound=type[nn.Module])
@@ -43,10 +43,9 @@ def register(kind: str, **traits: bool) -> Callable[[NormClass], NormClass]:
     """
 
     def add(cls: NormClass) -> NormClass:
-        if kind in KINDS:
-            raise ValueError(f"norm {kind!r} is registered twice; choose another name")
-        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise ValueError(f"norm {kind!r} must be a class that extends torch.nn.Module, not {cls!r}")
+        require(kind not in KINDS, f"norm {kind!r} is registered twice; choose another name")
+        a_module = isinstance(cls, type) and issubclass(cls, nn.Module)
+        require(a_module, f"norm {kind!r} must be a class that extends torch.nn.Module, not {cls!r}")
         per_token = {"per_token": traits.get("causal_in_training", True)}  # later tokens are other tokens
         KINDS[kind], TRAITS[kind] = cls, Traits(**per_token | traits)
         return cls
@@ -59,8 +58,7 @@ def build_norm(kind: str, dim: int, site: str = "", /, **norm_args: Any) -> nn.M
 
     Raises ValueError, listing the choices, unless `kind` exists and accepts all of `norm_args`.
     """
-    if kind not in KINDS:
-        raise ValueError(f"unknown norm {kind!r}; choose from {', '.join(sorted(KINDS))}")
+    require(kind in KINDS, f"unknown norm {kind!r}; choose from {', '.join(sorted(KINDS))}")
     check_arguments(f"norm {kind!r}", KINDS[kind], norm_args)
     if "site" in inspect.signature(KINDS[kind]).parameters:
         norm_args["site"] = site
@@ -76,8 +74,7 @@ def check_arguments(what: str, constructor: Any, given: dict[str, Any]) -> None:
     arguments = list(inspect.signature(constructor).parameters.values())[1:]
     types = {each.name: hints.get(each.name, type(each.default)) for each in arguments if each.name != "site"}
     for name, value in given.items():
-        if name not in types:
-            raise ValueError(f"{what} has no argument {name!r}; it takes {', '.join(types) or 'none'}")
+        require(name in types, f"{what} has no argument {name!r}; it takes {', '.join(types) or 'none'}")
         wanted = types[name]
         wanted = get_args(wanted)[0] if type(None) in get_args(wanted) else wanted
         if not is_a(value, wanted):
