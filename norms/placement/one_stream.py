@@ -52,10 +52,8 @@ class PostNorm(OneNorm):
         return self.norm(x + f(x, *args))
 
 
-class DeepNorm(OneNorm):
+class DeepNorm(PostNorm):
     """N(αx + f(x)), α = (2L)^¼. DeepNet, arXiv 2203.00555. Initialized with `deepnorm_gain`."""
-
-    output_norms = ("norm",)
 
     def __init__(self, site: Site):
         super().__init__(site)
@@ -83,17 +81,14 @@ class Sandwich(OneNorm):
         return x + self.norm_out(f(self.norm(x), *args))
 
 
-class Keel(OneNorm):
+class Keel(Sandwich):
     """N(αx + f(N(x))), α = 2L, the number of sublayers; α = 1 in the first block. Keel, arXiv 2601.19895.
 
     The paper's text was not seen. In another reading, the first block is pre-norm: x + f(N(x)) around its MLP as well.
     """
 
-    output_norms = ("norm_out",)
-
     def __init__(self, site: Site):
         super().__init__(site)
-        self.norm_out = site.make_norm(site.name)
         self.alpha = 2 * site.depth if site.layer > 0 else 1
 
     def forward(self, x: Tensor, f: Callable, *args) -> Tensor:
