@@ -38,15 +38,13 @@ class Watch:
         for row, (_, _, site) in zip(self.rows, sites(self.model), strict=True):
             for name, module in site.items():
                 for weight in (each for each in module.parameters(recurse=False) if each.ndim == 2):
-                    self.matrices.append((row, name, weight))
+                    self.matrices.append((row, name, weight, weight.detach().clone()))
                     if weight.grad is not None:
                         row[f"grad_rms.{name}"] = rms(weight.grad) / loss_scale
-        self.before = {weight: weight.detach().clone() for _, _, weight in self.matrices}
 
     def finish(self) -> None:
         """Add what has changed, and append the rows to the file."""
-        for row, name, weight in self.matrices:
-            before = self.before[weight]
+        for row, name, weight, before in self.matrices:
             change = weight.detach() - before
             row[f"update.{name}"] = (change.norm() / before.norm()).item()  # some weights start at zero
         for row in self.rows:
