@@ -5,7 +5,7 @@ from pkgutil import iter_modules
 
 from norms.registry import KINDS, TRAITS, build_norm, register
 
-for _module in (found for found in iter_modules(__path__) if not found.ispkg):
+for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
 __all__ = ["KINDS", "TRAITS", "build_norm", "register"]
