@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
     ):
         super().__init__()
         check_eps(eps)
-        self.dim, self.eps, self.zero_centered, self.cast_order = dim, eps, zero_centered, cast_order
+        self.eps, self.zero_centered, self.cast_order = eps, zero_centered, cast_order
         initial = torch.zeros if zero_centered else torch.ones
         self.weight = nn.Parameter(initial(dim)) if elementwise_affine else None
 
@@ -45,6 +45,3 @@ class RMSNorm(nn.Module):
         if self.weight is not None:
             y = y * (1 + upcast(self.weight) if self.zero_centered else self.weight)
         return y.to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.dim}, eps={self.eps}"
