@@ -29,19 +29,12 @@ COMMANDS: dict[str, tuple[Any, Any]] = {
     "train": (benchmarks.bench_train, benchmarks.RoundsConfig),
     "generate": (benchmarks.bench_generate, benchmarks.GenerateConfig),
 }
-GONE = {  # commands of earlier versions, and what there is instead
-    "gpu": "bash results/gpu.sh runs the benchmarks of a GPU",
-    "growth": "bench.py train measures one size; commit f6fca67 has it",
-    "plan": "results/plan has its tables, and commit f6fca67 has it",
-}
 
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     with exit_codes("--rows, --micro-batch-size or --dim"):
         with bad_input():
-            if arguments and arguments[0] in GONE:
-                raise ValueError(f"bench.py {arguments[0]} is gone: {GONE[arguments[0]]}")
             given = parse(arguments)
             name = given.pop("command")
             out = Path(given.pop("json", f"runs/bench-{name}.json"))
