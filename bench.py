@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from config import Asked
 from experiments import benchmarks
 from experiments.arms import pop_options
 from files import require, write_atomically
@@ -35,10 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     with exit_codes("--rows, --micro-batch-size or --dim"):
         with bad_input():
-            given = parse(arguments)
-            name = given.pop("command")
-            out = Path(given.pop("json", f"runs/bench-{name}.json"))
-            config = make_config(name, given)
+            name, out, config = parse(arguments)
             device = pick_device(config.device)
             require(out.is_file() or not out.exists(), f"--json {out} is not a regular file; name another")
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +46,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"written to {out}", file=sys.stderr)
 
 
-def parse(arguments: list[str]) -> Asked:
+def parse(arguments: list[str]) -> tuple[str, Path, Any]:
+    """The command, the file for its report, and its options. Raises ValueError for invalid values."""
     parser = Parser(prog="bench.py", description="Measure speed, compared with the limits of the machine.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, (command, options) in COMMANDS.items():
@@ -59,15 +56,12 @@ def parse(arguments: list[str]) -> Asked:
         add_options(subparser, options)
         import_first(subparser, arguments)
         if name != "norms":
-            add_flags(subparser, hidden=("init_from",))
-    return parser.read(arguments)
-
-
-def make_config(command: str, given: Asked) -> Any:
-    """The options of the command. Raises ValueError for invalid values."""
-    require("init_from" not in given, "bench.py takes no --init-from; name the sizes of the model")
-    config = pop_options(given, COMMANDS[command][1])
-    return config if command == "norms" else benchmarks.with_model(config, given)
+            add_flags(subparser)
+    given = parser.read(arguments)
+    name = given.pop("command")
+    out = Path(given.pop("json", f"runs/bench-{name}.json"))
+    config = pop_options(given, COMMANDS[name][1])
+    return name, out, config if name == "norms" else benchmarks.with_model(config, given)
 
 
 def print_report(report: dict[str, Any]) -> None:
