@@ -166,14 +166,15 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.head_dim, self.group, self.cap = config.head_dim, config.heads // config.kv_heads, config.attention_cap
-        self.q_proj = Linear(config.dim, config.heads * config.head_dim, role="query", bias=config.attention_bias)
-        self.k_proj = Linear(config.dim, config.kv_heads * config.head_dim, role="key", bias=config.attention_bias)
-        self.v_proj = Linear(config.dim, config.kv_heads * config.head_dim, role="value", bias=config.attention_bias)
-        self.o_proj = Linear(config.heads * config.head_dim, config.dim, role="attention_out")
-        gates = {"none": 0, "head": config.heads, "element": config.heads * config.head_dim}[config.attention_gate]
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = Linear(config.dim, queries, role="query", bias=config.attention_bias)
+        self.k_proj = Linear(config.dim, keys, role="key", bias=config.attention_bias)
+        self.v_proj = Linear(config.dim, keys, role="value", bias=config.attention_bias)
+        self.o_proj = Linear(queries, config.dim, role="attention_out")
+        gates = {"none": 0, "head": config.heads, "element": queries}[config.attention_gate]
         self.gate_proj = Linear(config.dim, gates, role="attention_gate") if gates else None
         self.gate_activation = ACTIVATIONS[config.gate_activation]
-        self.inner_norm = inner_norm(config, config.heads * config.head_dim)
+        self.inner_norm = inner_norm(config, queries)
         self.q_norm = head_norm(config, config.heads, "query")
         self.k_norm = head_norm(config, config.kv_heads, "key")
         self.v_norm = head_norm(config, config.kv_heads, "value")
@@ -182,9 +183,10 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rope: RopeTable, cache: "LayerCache | None" = None) -> Tensor:
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))  # B T H D
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))  # B T K D
-        v = self.v_norm(self.v_proj(x).unflatten(-1, (-1, self.head_dim)))  # B T K D
+        by_head = -1, self.head_dim
+        q = self.q_norm(self.q_proj(x).unflatten(-1, by_head))  # B T H D
+        k = self.k_norm(self.k_proj(x).unflatten(-1, by_head))  # B T K D
+        v = self.v_norm(self.v_proj(x).unflatten(-1, by_head))  # B T K D
         q, k = self.rotated_q_norm(rotate(q, rope)), self.rotated_k_norm(rotate(k, rope))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B H T D, B K T D twice
         mask, dropout = None, self.dropout.p if self.training else 0.0
@@ -366,8 +368,7 @@ class LayerCache:
         """
         past, new = self.length, k.shape[2]
         if past == 0:
-            self.keys = k.new_empty(*k.shape[:2], self.size, k.shape[3])
-            self.values = v.new_empty(*v.shape[:2], self.size, v.shape[3])
+            self.keys, self.values = (x.new_empty(*x.shape[:2], self.size, x.shape[3]) for x in (k, v))
         self.length += new
         for cached, x in ((self.keys, k), (self.values, v)):
             cached.narrow(2, past, new).copy_(x)  # an error past `size`
