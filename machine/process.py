@@ -163,17 +163,17 @@ def exit_codes(memory_options: str) -> Iterator[None]:
         from machine import distributed
 
         if distributed.is_main():
-            _print_error(str(error))
+            _print_error(error)
         distributed.all_gather(None)  # rank 0 prints before torchrun sees any of them end
         sys.exit(error.code)
     except Exception as error:
         if out_of_memory(error):
             named = str(error).startswith("out of memory")  # with the file that was read
-            _print_error(str(error) if named else f"out of memory; try a smaller {memory_options}")
+            _print_error(error if named else f"out of memory; try a smaller {memory_options}")
             sys.exit(OUT_OF_MEMORY)
         if isinstance(error, OSError):  # usually a full disk; every finished checkpoint is intact
             if error.errno or os.environ.get("RANK", "0") == "0":  # another rank's has no number
-                _print_error(str(error))
+                _print_error(error)
             sys.exit(FAILED)
         raise
 
@@ -185,5 +185,5 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(word in said for word in words)
 
 
-def _print_error(line: str) -> None:
-    print(f"error: {one_line(line)}", file=sys.stderr)
+def _print_error(line: object) -> None:
+    print(f"error: {one_line(str(line))}", file=sys.stderr)

@@ -218,8 +218,8 @@ def to_theirs(config: ModelConfig) -> Fields:
         theirs[name] = None if name in NULLABLE and not value else value
     theirs |= {name: FOLDED[name][0](config) for name in FOLDED.keys() & architecture.has}
     rope: Fields = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else {}
-    if rope and rope[ROPE_SCALING[-1]] % 1 == 0:
-        rope[ROPE_SCALING[-1]] = int(rope[ROPE_SCALING[-1]])  # transformers asks for an integer
+    if rope and rope["original_max_position_embeddings"] % 1 == 0:  # transformers asks for an integer
+        rope["original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
     theirs["rope_scaling"] = rope or None  # the spelling of transformers 4, which 5 reads too
     if architecture.window.startswith("layer"):  # null is an error by layer, although none has the window
         theirs |= {"layer_types": ["full_attention"] * config.layers, "sliding_window": longest}
