@@ -124,7 +124,7 @@ class Cache(list[LayerCache]):
         vocabulary, rotary = (config.vocab_size, dim), (config.context, config.head_dim // 2)
         cached = batch, config.kv_heads, context, config.head_dim
         matrices = (queries, dim), (keys, dim), (keys, dim), (dim, queries), (hidden, dim), (hidden, dim), (dim, hidden)
-        state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+        state = model.state_dict() | dict(model.named_buffers())
         names = ["embed_tokens.weight", "rope.cos", "rope.sin", "final_norm.weight", "lm_head.weight"]
         tensors: list[Any] = [state.get(name) for name in names]
         shapes = [vocabulary, rotary, rotary, (dim,), vocabulary]
@@ -139,7 +139,7 @@ class Cache(list[LayerCache]):
             return False
         scratch = dim, queries, keys, keys, queries, config.heads * context, hidden, hidden
         buffers = [torch.empty(batch * size, dtype=torch.float32, device="cpu") for size in scratch]
-        memory = [tensor.detach() for tensor in (*buffers, *tensors)]
+        memory = [*buffers, *tensors]
         sizes = batch, config.layers, dim, config.heads, config.kv_heads, config.head_dim, hidden
         values = [*sizes, context, config.vocab_size, *map(Tensor.data_ptr, memory)]
         decode = load(dtype)[0].decode  # type: ignore[union-attr]
