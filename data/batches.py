@@ -150,8 +150,8 @@ def _windows(tokens: np.ndarray, starts: np.ndarray, length: int, vocab_size: in
     if len(wrong):
         file = getattr(tokens, "filename", "token file")
         raise BadInput(f"{file} has the id {wrong[0]}, but --vocab-size is {vocab_size}")
-    inputs, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
-    return torch.from_numpy(inputs), torch.from_numpy(targets)
+    both = torch.from_numpy(ids)
+    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
 @lru_cache(maxsize=2)  # a batch may be in two epochs
