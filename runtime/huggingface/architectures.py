@@ -315,10 +315,12 @@ def _rope(theirs: Fields) -> Fields:
     names = ROPE_SCALING if kind == "llama3" else ()
     for name in rope.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *names}:
         raise ValueError(f"RoPE has {name!r}, which is not supported with type {kind!r}")
-    rope = {"original_max_position_embeddings": theirs["max_position_embeddings"]} | rope
-    plain = {"rope_scaling": {name: _number(rope, name, None) for name in names}}
-    usual = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
-    return plain | {name: _number(theirs | rope, name, value) for name, value in usual.items()}
+    given = {"original_max_position_embeddings": theirs["max_position_embeddings"]} | theirs | rope
+    return {
+        "rope_scaling": {name: _number(given, name, None) for name in names},
+        "rope_theta": _number(given, "rope_theta", 10000.0),
+        "partial_rotary_factor": _number(given, "partial_rotary_factor", 1.0),
+    }
 
 
 def _number(given: Fields, name: str, default: float | None) -> float:
