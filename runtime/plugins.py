@@ -42,7 +42,6 @@ def import_files(names: Iterable[str]) -> None:
     for name in names:
         path = Path(name).resolve()
         require(path.is_file(), f"--import {name}: no such file; name a Python file, such as mynorm.py")
-        require(str(path).isprintable(), f"--import {name}: rename it; commands are printed with its path")
         content = sha256(path)
         if path in IMPORTED:
             require(IMPORTED[path]["sha256"] == content, f"--import {name} has changed; restart Python to use it")
