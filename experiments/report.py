@@ -18,7 +18,7 @@ from experiments.records import COSTS, Arm, Record, final_bpb, grouped, name_arm
 from experiments.statistics import ALPHA
 from files import write_atomically
 from pages.html import details, figure, page, save_plot, settings_list
-from pages.watch import plot_streams
+from pages.run import plot_streams
 from runtime.run_dir import Row, read_rows
 
 if TYPE_CHECKING:

@@ -1,11 +1,15 @@
-"""What a run leaves to look at: its loss curve and a page."""
+"""What a run leaves to look at: its loss curve, its residual stream, and a page."""
 
 import shlex
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from files import write_atomically
-from pages.html import WIDTH, details, figure, page, paragraph, preformatted, save_plot, settings_list
+from pages.html import WIDTH, Style, details, figure, page, paragraph, preformatted, save_plot, settings_list
 from runtime.run_dir import SAMPLE_HEADING, Row, read_rows, read_run_file, read_samples
 
 if TYPE_CHECKING:
@@ -38,6 +42,34 @@ def plot_loss(rows: list[Row], gzip_bpb: float | None) -> "Figure":
     return plot
 
 
+def plot_streams(arms: Mapping[str, list[Row]], styles: Mapping[str, Style] = {}) -> "Figure":
+    """RMS of the residual stream after each sublayer, at the first step and at the last: a line for each arm.
+
+    `arms` have the rows of a `watch.jsonl`.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    plot = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+    first, last = plot.subplots(1, 2, sharey=True)
+    for arm, rows in arms.items():
+        streams = defaultdict(list)  # by step
+        for row in rows:
+            if "stream_after" in row:
+                streams[row["step"]].append(row["stream_after"])
+        for axes, step in ((first, min(streams)), (last, max(streams))):
+            values = np.array(streams[step], float)  # None becomes NaN
+            style = {"markersize": 4, "markevery": len(values) // 10 + 1} | styles.get(arm, {})
+            axes.plot(np.arange(1, len(values) + 1) / 2, values, label=arm, **style)  # a block has two sublayers
+    for axes, name in ((first, "first step"), (last, "last step")):
+        axes.set_title(name, fontsize="medium")
+        axes.set(xlabel="block", yscale="log")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.grid(alpha=0.3)
+    first.set_ylabel("residual stream, RMS")
+    return plot
+
+
 def write_page(folder: Path, gzip_bpb: float | None) -> None:
     """Write `loss.png` and `report.html` of a run."""
     run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
@@ -59,8 +91,6 @@ def write_page(folder: Path, gzip_bpb: float | None) -> None:
         figure(plot, alt=f"Loss over steps. {result}"),
     ]
     if watched := read_rows(folder / "watch.jsonl"):
-        from pages.watch import plot_streams  # only with --watch
-
         streams = figure(plot_streams({"": watched}), alt="RMS of the residual stream over depth")
         sections += ["<h2>Inside the model</h2>", streams]
     sections += [

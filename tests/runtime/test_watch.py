@@ -14,7 +14,7 @@ from torch import Tensor
 import train
 from data.batches import training_batch
 from model import Llama, rotate
-from pages.watch import plot_streams
+from pages.run import plot_streams
 from runtime.checkpoint import load_pretrained
 from runtime.flags import read_train
 from runtime.run import open_run
