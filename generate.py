@@ -76,10 +76,6 @@ class Options(Sampling):
     fast: bool = option(True, "on a CPU and without --compile, use the C code in fast/ if it supports this model")
     compile: bool = option(False, "use torch.compile, with a CUDA graph on CUDA; the first token waits for compilation")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(all(self.stop), "--stop must not be empty")
-
 
 def main(arguments: list[str] | None = None) -> None:
     from runtime.acceleration import fast_decoder  # training, which samples too, does not need it

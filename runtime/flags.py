@@ -43,7 +43,8 @@ class Parser(argparse.ArgumentParser):
         with bad_input():
             given.pop("imports", None)  # they have been imported
             for name in given.keys() - {"prompt"}:  # as of a variable that a script has not set
-                require(given[name] != "", f"{flag_name(name)} must not be empty; leave it out or name a value")
+                values = given[name] if isinstance(given[name], list) else [given[name]]
+                require("" not in values, f"{flag_name(name)} must not be empty; leave it out or name a value")
             for name in given.keys() & FIELDS.keys():
                 if get_origin(FIELDS[name].type) is dict:
                     given[name] = read_pairs(flag_name(name), given[name])

@@ -298,7 +298,7 @@ def test_invalid_prompts_and_compiling_without_a_compiler_are_refused(run, refus
     assert "--prompt has 48 tokens" in line and "context of 48" in line
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
     assert "--prompt is not UTF-8: byte 2 is 0xff" in refused(command.main, [*common, "--prompt", "-"])
-    assert "--stop must not be empty" in refused(command.main, [*common, "--stop", ""])
+    assert "--stop must not be empty" in refused(command.main, [*common, "--stop", "a", "--stop", ""])
     monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "a compiler")
     line = refused(command.main, [*common, "--compile"])
     assert line == "error: --compile needs a compiler; or use --no-compile\n"
