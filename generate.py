@@ -114,14 +114,10 @@ def read_prompt(prompt: str) -> str:
 def max_new_tokens(prompt: Sequence[int] | Tensor, sampling: Sampling, context: int) -> int:
     """How many tokens may follow `prompt`. Raises ValueError if the context cannot hold the requested number."""
     used = max(1, len(prompt))  # an empty prompt becomes an end-of-document token
-    remaining = context - used
-    require(remaining > 0, f"--prompt has {used} tokens, which leave no space in the model's context of {context}")
-    require(
-        sampling.tokens is None or sampling.tokens <= remaining,
-        f"--tokens {sampling.tokens} plus {used} of the prompt exceed the model's context of {context}; "
-        f"use at most {remaining}",
-    )
-    return sampling.tokens or min(remaining, DEFAULT_TOKENS)
+    count = sampling.tokens or max(1, min(context - used, DEFAULT_TOKENS))
+    too_many = f"--tokens {count} plus {used} of the prompt exceed the model's context of {context}; shorten either"
+    require(used + count <= context, too_many)
+    return count
 
 
 def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int) -> None:

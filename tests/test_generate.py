@@ -295,7 +295,7 @@ def test_newest_run_with_several_samples_and_prompt_from_stdin(run, model, capsy
 def test_invalid_prompts_and_compiling_without_a_compiler_are_refused(run, refused, monkeypatch):
     common = ["--checkpoint", str(run), "--device", "cpu"]
     line = refused(command.main, [*common, "--prompt", "x" * 48])
-    assert "--prompt has 48 tokens" in line and "context of 48" in line
+    assert "--tokens 1 plus 48 of the prompt exceed the model's context of 48; shorten either" in line
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
     assert "--prompt is not UTF-8: byte 2 is 0xff" in refused(command.main, [*common, "--prompt", "-"])
     assert "--stop must not be empty" in refused(command.main, [*common, "--stop", "a", "--stop", ""])
