@@ -68,11 +68,9 @@ def write(text: str) -> None:
     """Write to standard output. Raises BrokenPipeError if it was closed, and OSError if it cannot be written."""
     try:
         print(text, end="", flush=True)
-    except OSError as error:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it when it exits
-        if isinstance(error, BrokenPipeError):
-            raise
-        raise OSError(f"standard output cannot be written: {error.strerror}") from None
+        raise
 
 
 # --- signals ---------------------------------------------------------------------------------------------------------
