@@ -17,20 +17,20 @@ from runtime.run_dir import Log, Row, RunFile, continued, keep_rows, open_tracke
 EVERY = 30  # seconds between lines where there is no progress bar, and between reports
 
 
-class Progress:
+class Progress(ExitStack):
     """Opens the run directory at `step`: writes run.json from its `description`, and drops what came after the step."""
 
     def __init__(self, run: Run, description: RunFile, step: int):
+        super().__init__()
         self.run, config = run, run.config
         if run.earlier:
             description = continued(run.earlier, description, step)
             keep_rows(run.folder / "metrics.jsonl", step)  # before a new --save-every is in run.json
         write_run_file(run.folder / "run.json", description)
-        self.opened = ExitStack()
-        tracker = self.opened.enter_context(open_tracker(config.log, run.folder, description, step))
+        tracker = self.enter_context(open_tracker(config.log, run.folder, description, step))
         self.log = Log(run.folder, step, tracker)
         bar = tqdm(total=config.steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
-        self.bar = self.opened.enter_context(bar)
+        self.bar = self.enter_context(bar)
         self.printed = self.reported = time.perf_counter()
         self.bar.write(
             f"{description['parameters']:,} parameters, norm {run.model_config.norm}, placement "
@@ -39,16 +39,13 @@ class Progress:
             f"{f', from step {step}' if step else ''}"
         )
 
-    def __enter__(self) -> "Progress":
-        return self
-
     def __exit__(self, *error: Any) -> None:
         """A run that diverges or is stopped gets its report, and the tracker is told of any error."""
         if isinstance(error[1], NotFinite):
             self.log.add(step=error[1].step, not_finite=True)
         if isinstance(error[1], NotFinite | Stopped):
             self.report()
-        self.opened.__exit__(*error)
+        super().__exit__(*error)
 
     def add_training(self, loss: float, row: Row) -> None:
         """Log a row, and show the `loss` of the last step."""
