@@ -231,8 +231,7 @@ def to_theirs(config: ModelConfig) -> Fields:
 def from_theirs(theirs: Fields) -> ModelConfig:
     """Our configuration for one of Hugging Face's. Raises ValueError, naming the field, for what we do not compute."""
     model_type = theirs.get("model_type", "")
-    supported = list(ARCHITECTURES)
-    require(model_type in supported, f"model_type {model_type!r} is not supported; {', '.join(supported)} are")
+    require(model_type in ARCHITECTURES, f"model_type {model_type!r} is not supported; {', '.join(ARCHITECTURES)} are")
     architecture = ARCHITECTURES[model_type]
     names = theirs.get("architectures")
     expected = [f"{architecture.name}ForCausalLM"]
