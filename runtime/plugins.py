@@ -83,7 +83,7 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
     unsaved = f"{named} could not be loaded from a checkpoint: its tensors must be {tensors}"
     make = partial(build_norm, config.norm, config.dim, "attention", **config.norm_args)
     norm = make()
-    x = torch.arange(16 * config.dim, device=device).sin().view(2, 8, -1)  # different values
+    x = torch.arange(16.0 * config.dim, device=device).sin().view(2, 8, -1)  # different values
     changed = torch.cat([x[:, :-1], x[:, -1:] + 1], dim=1)
     for training in (True, False):
         y, later, first = (_apply(norm.train(training), tokens, named) for tokens in (x, changed, x[:1]))
