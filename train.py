@@ -43,6 +43,7 @@ from runtime.parallel import Parallel, matrices_on_meta
 from runtime.plugins import command_to_type, import_files, import_flags
 from runtime.run import Run, describe_run, open_run
 from runtime.run_dir import LOCK, check_has_no_run, read_rows
+from runtime.watch import Watch
 
 LOG_EVERY = 10  # steps between log entries of the training loss
 EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch
@@ -196,8 +197,6 @@ class Trainer:
         run, step, every = self.run, self.step + 1, self.run.config.watch
         if not every or not distributed.is_main() or (step % every and step not in (1, run.config.steps)):
             return None
-        from runtime.watch import Watch
-
         return Watch(self.model, step, run.folder / "watch.jsonl")
 
     # Before the first step.
@@ -217,14 +216,14 @@ class Trainer:
             else:
                 self.model = Llama(run.model_config, config.seed).to(run.device, torch.float32)
         self.model.recompute = config.recompute
-        self.parallel = Parallel(self.model, config.shard, run.device, run.dtype)
+        self.parallel = Parallel(self.model, config.shard, run.device, run.dtype, config.compile)
+        self.objective = self.parallel.objective
         if config.shard and not (source or checkpoint):
             draw_weights(self.model, config.seed, distributed.copy)
         with distributed.raise_on_all_ranks():
             if config.shard and source:
                 checkpoints.load_weights(source, self.model)
             stored_state(self.model)  # a model that no checkpoint can hold is an error now
-        self.objective = torch.compile(self.parallel.objective) if config.compile else self.parallel.objective
         self.optimizers = make_optimizers(self.model, config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         self.step = 0  # steps that are done
@@ -234,11 +233,9 @@ class Trainer:
         # The terms and the gradient norm of each step since `read_pending`, on the device.
         self.pending: list[dict[str, Tensor]] = []
         self.logged_losses: list[dict[str, float]] = []  # the terms of each step since the last row of the log
-        self.restored = checkpoint is not None
+        self.restored, self.evaluated = checkpoint is not None, False
         if checkpoint:
             self.restore(checkpoint)
-        rows = distributed.from_main(read_rows, run.folder / "metrics.jsonl")
-        self.evaluated = any(row["step"] == self.step and "val_loss" in row for row in rows)  # at this step
 
     def restore(self, checkpoint: Path) -> None:
         """Continue from a checkpoint of the run."""
@@ -251,6 +248,8 @@ class Trainer:
         self.started -= state["seconds"]
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
+        rows = distributed.from_main(read_rows, self.run.folder / "metrics.jsonl")
+        self.evaluated = any(row["step"] == self.step and "val_loss" in row for row in rows)  # at this step
 
     # Between steps.
 

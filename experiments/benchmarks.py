@@ -8,25 +8,25 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 
-from config import DEVICES, TrainConfig, check_values, option
+from config import DEVICES, ModelConfig, TrainConfig, check_values, option
 from generate import cast_matrices, generate
 from machine.device import autocast, check_compile, peak_memory
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
-from optim import hidden_matrices, make_optimizers
+from optim import hidden_matrices
 from roles import matrices
 from runtime.acceleration import fast_decoder
-from runtime.run import read_config_file, resolve
-from train import accumulate_gradients, update_weights
+from runtime.run import Run, read_config_file, resolve
+from train import Trainer
 
 Call = Callable[[], Any]
 Report = dict[str, Any]  # the results of one command: "rows" with the same keys, and what these mean
@@ -165,18 +165,20 @@ def forward_backward(norm: nn.Module, x: Tensor, grad_y: Tensor) -> tuple[Tensor
 def bench_train(config: SimpleNamespace, device: torch.device) -> Report:
     """Measure a training step of one micro-batch, compared with the speed of matrix products alone."""
     before = peak_memory(device)
-    model = Llama(config.model).to(device)
-    step = Step(model, config.train)
+    step = make_step(config.model, replace(config.train, batch_size=config.train.micro_batch_size))
+    # With --compile, the first step compiles. The second has the optimizers' state from its start.
     step()
-    step()  # the second has the optimizers' state from its start
+    step()
     memory = peak_memory(device) - before
     size = PRODUCT_SIZE[device.type]
-    matrix = torch.randn(size, size, device=device, dtype=getattr(torch, config.train.dtype))
+    matrix = torch.randn(size, size, device=device, dtype=config.dtype)
     calls: dict[str, Call] = {"step": step, "product": partial(torch.mm, matrix, matrix)}
     seconds = time_alternately(calls, config.rounds, device)
     product = 2 * size**3 / seconds["product"]  # FLOP/s
     speed = config.train.micro_batch_size * config.model.context / seconds["step"]
-    bound = product / flops_per_token(model)
+    # The step keeps its model to itself. One without storage is enough to count.
+    with torch.device("meta"):
+        bound = product / flops_per_token(Llama(config.model))
     row = {"tokens/s": round(speed), "upper bound": round(bound), "fraction": speed / bound, "memory, MB": memory / 1e6}
     return {
         "dtype": str(config.dtype),
@@ -186,29 +188,18 @@ def bench_train(config: SimpleNamespace, device: torch.device) -> Report:
     }
 
 
-class Step:
-    """A training step of `model`, on one micro-batch or the `whole` batch. All micro-batches are the same tokens."""
+def make_step(model: ModelConfig, config: TrainConfig) -> Call:
+    """A training step of train.py, on the same random tokens every time.
 
-    def __init__(self, model: Llama, config: TrainConfig, whole: bool = False):
-        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-        model.recompute = config.recompute
-        device = model.embed_tokens.weight.device
-        objective = model.objective
-        if config.compile:
-            check_compile(device)
-            objective = torch.compile(objective)
-        self.optimizers = make_optimizers(model, config)
-        shape = config.micro_batch_size, model.config.context
-        tokens = torch.randint(model.config.vocab_size, shape, device=device)
-        dtype = getattr(torch, config.dtype)
-        count = config.batch_size // config.micro_batch_size if whole else 1
-        scaler = GradScaler(device.type, enabled=dtype == torch.float16)
-        self.accumulate = partial(accumulate_gradients, objective, [(tokens, tokens)] * count, count, dtype, scaler)
-        self.update = partial(update_weights, model, self.optimizers, config.lr, config.clip, scaler)
-
-    def __call__(self) -> None:
-        self.accumulate()
-        self.update()
+    It is a step of the trainer itself. So it is compiled as a run is, its batch is divided into the same micro-batches,
+    and its gradients are clipped. It does not read the loss, which a run does every ten steps, and `--watch` is off.
+    The learning rate stays at its peak, which takes as long as any other.
+    """
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    config = replace(config, watch=0)
+    trainer = Trainer(Run(Path(), {}, model, config, None, []))  # type: ignore[arg-type]  # there is no text
+    tokens = torch.randint(model.vocab_size, (config.batch_size, model.context), device=config.device)
+    return partial(trainer.update, tokens, tokens, config.lr)
 
 
 def flops_per_token(model: Llama) -> float:

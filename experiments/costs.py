@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from config import Asked, ModelConfig, TrainConfig
-from experiments.benchmarks import Step, flops_per_token, host_seconds
+from experiments.benchmarks import flops_per_token, host_seconds, make_step
 from experiments.records import Arm
 from files import require
 from model import Llama
@@ -32,13 +32,13 @@ def costs(model_config: ModelConfig, config: TrainConfig) -> dict[str, Any]:
 def step_times(arms: Configs, threads: int) -> dict[Arm, Interval]:
     """The time of a training step over that of the first arm of its size. All arms take their steps in turn.
 
-    Steps are as in a run with so many `threads`, on random tokens. Rounds end when all intervals are narrow. Raises
-    ValueError if some stay wide, as on a busy machine.
+    Steps are as in a run with so many `threads`, on random tokens, and compiled if the run would be. Rounds end when
+    all intervals are narrow. Raises ValueError if some stay wide, as on a busy machine.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     device = torch.device(next(iter(arms.values()))[1].device)
-    steps = {arm: Step(Llama(model).to(device), config, whole=True) for arm, (model, config) in arms.items()}
+    steps = {arm: make_step(model, config) for arm, (model, config) in arms.items()}
     first = {arm.size: arm for arm in reversed(arms)}
     ratios: dict[Arm, list[float]] = {arm: [] for arm in arms}
     found = {}

@@ -1,8 +1,8 @@
 """A model that several ranks train together: the whole of it on each (DDP), or a part of every tensor (FSDP2)."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,45 +11,52 @@ from torch.nn.parallel import DistributedDataParallel
 
 from machine import distributed
 
-T = TypeVar("T")
-
 
 class Parallel:
-    """The objective of `model` with gradients averaged over the ranks. In one process, simply `model.objective`.
+    """The objective of `model`, which may be `compiled`, with gradients averaged over the ranks.
 
     Every rank holds the whole model (DDP), or with `shard` a part of every tensor, and gathers a block's (FSDP2).
     """
 
-    def __init__(self, model: Any, shard: bool, device: torch.device, dtype: torch.dtype = torch.float32):
+    def __init__(self, model: Any, shard: bool, device: torch.device, dtype: torch.dtype, compiled: bool = False):
         self.model, self.shard = model, shard
         if shard:
             shard_weights(model, device, dtype)  # adds hooks to `model.objective`
-        self.objective: Callable[[Tensor, Tensor], dict[str, Tensor]] = model.objective
+        self.objective: nn.Module = Objective(model, compiled)
         if distributed.world_size() > 1 and not shard:
             # Rotary tables never change, and norms with running statistics are refused.
-            self.objective = DistributedDataParallel(Objective(model), gradient_as_bucket_view=True)
+            self.objective = DistributedDataParallel(self.objective, gradient_as_bucket_view=True)
             self.objective.broadcast_buffers = False  # the argument is deprecated, and older versions have no other
 
-    def micro_batches(self, batches: list[T]) -> Iterator[T]:
+    def micro_batches(self, batches: list[Any]) -> Iterator[Any]:
         """`batches`. Gradients are averaged in the last backward pass only, over what all have accumulated."""
         for number, batch in enumerate(batches, 1):
             last = number == len(batches)
             if self.shard:
                 self.model.set_requires_gradient_sync(last)
-            replicated = isinstance(self.objective, DistributedDataParallel)
-            with self.objective.no_sync() if replicated and not last else nullcontext():  # type: ignore[attr-defined]
+            with nullcontext() if last else getattr(self.objective, "no_sync", nullcontext)():  # DDP has one
                 yield batch
 
 
 class Objective(nn.Module):
-    """The objective as the forward pass of a module, for DDP."""
+    """The objective as the forward pass of a module, for DDP. It may be `compiled`: blocks of a kind share one graph.
 
-    def __init__(self, model: Any):
+    Outside of a call the model is plain, so evaluations and samples compile nothing. Hooks on blocks, such as those
+    that gather sharded weights, stay outside the graphs.
+    """
+
+    def __init__(self, model: Any, compiled: bool = False):
         super().__init__()
         self.model = model
+        parts = [(block, "forward") for block in model.layers] + [(model, "terms")]
+        self.compiled = [(*part, torch.compile(getattr(*part))) for part in parts if compiled]
 
     def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        return self.model.objective(tokens, targets)
+        with ExitStack() as plain:
+            for part, name, function in self.compiled:
+                setattr(part, name, function)
+                plain.callback(delattr, part, name)
+            return self.model.objective(tokens, targets)
 
 
 def shard_weights(model: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> None:

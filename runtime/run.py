@@ -26,7 +26,7 @@ from runtime.huggingface.directory import open_model, read_tokenizer
 from runtime.plugins import check_imported_norm, import_records, warn_of_imports
 from runtime.run_dir import RUNS_FOLDER, RunFile, check_has_no_run, load_run, make_run_dir, newest_run, read_run_file
 
-COMPILED_PASSES, COMPILED_FLOPS = 750, 5e13  # runs that are compiled have so many, on a GPU and on a CPU
+COMPILED_PASSES, COMPILED_FLOPS = 530, 5e13  # runs that are compiled have so many, on a GPU and on a CPU
 
 
 @dataclass
@@ -202,8 +202,8 @@ def open_files(asked: Asked) -> tuple[Tokenizer | None, Asked]:
 def pays_to_compile(model: ModelConfig, training: TrainConfig, device: torch.device, ranks: int) -> bool:
     """Whether a run is so long that torch.compile saves more time than it takes.
 
-    On an H200 it takes 2.3 s for each block, and saves 1.7 to 5.5 ms for each in every pass (results/gpu-h200). On two
-    cores it takes 20 s, and saves 2 to 20 % of the five to ten minutes that so many FLOPs take.
+    On an H200, blocks take 14 s · 4.15 / 10.96 = 5.3 s and save 10 ms a pass (docs/measured.md): 530 passes. On two
+    cores they take 10 to 20 s, and save a tenth of the five to ten minutes that so many FLOPs take.
     """
     if device.type == "cuda":
         passes = training.steps * max(1, training.batch_size // (training.micro_batch_size * ranks))

@@ -22,12 +22,11 @@ def clock(monkeypatch):
     def give(noise: float) -> list[float]:
         taken, draw = list[float](), np.random.default_rng(0)
 
-        def make(model, config, whole):
-            assert whole
-            middle = 1.27 if model.config == ARMS[GEMMA][0] else 1.0
+        def make(model, config):
+            middle = 1.27 if model == ARMS[GEMMA][0] else 1.0
             return lambda: taken.append(middle * (1 + noise * draw.uniform(-1, 1)))
 
-        monkeypatch.setattr("experiments.costs.Step", make)
+        monkeypatch.setattr("experiments.costs.make_step", make)
         monkeypatch.setattr("experiments.benchmarks.time", SimpleNamespace(perf_counter=lambda: sum(taken)))
         return taken
 

@@ -28,11 +28,12 @@ from runtime.checkpoint import find_checkpoint
 from runtime.parallel import Parallel, matrices_on_meta
 from runtime.run import check_options
 from runtime.run_dir import LOCK
+from tests.test_compile import count_graphs
 
 ROOT = Path(__file__).parents[2]
 COMMON = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32 "
 COMMON += "--eval-tokens 2000 --eval-every 5 --save-every 100"
-CASES = {  # trained on one rank, and on two with DDP and FSDP2
+CASES = {  # trained on one rank, and on two with DDP and FSDP2, where "accumulated" is compiled
     "muon": "--steps 8",
     "accumulated": "--steps 8 --optimizer adamw --micro-batch-size 2 --no-tie-embeddings --norm dyt --recompute "
     "--kv-heads 1 --clip 0.5 --z-loss 0.1",
@@ -72,6 +73,7 @@ def train_and_record(command: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(errors):
         patch.setattr(train, "training_batch", batch_or_stop)
         patch.setattr(train, "evaluate", evaluate_or_die)
+        graphs = count_graphs(patch)
         patch.setattr(train, "SAMPLE_TOKENS", 8)
         if command.endswith("full") and distributed.is_main():
             full = OSError(errno.ENOSPC, "No space left on device")
@@ -83,7 +85,7 @@ def train_and_record(command: str) -> dict[str, Any]:
             train.main(command.split())
         except SystemExit as exited:
             code = int(exited.code or 0)
-    return {"code": code, "errors": errors.getvalue()}
+    return {"code": code, "errors": errors.getvalue(), "graphs": len(graphs)}
 
 
 def train_all(folder: Path) -> None:
@@ -113,6 +115,7 @@ def trained(folder: Path, common: str) -> dict[str, list[dict[str, Any]]]:
     for name, flags in CASES.items():
         train_and_record(f"{common} {flags} --out {folder}/one-{name}")
     commands = {f"{engine}-{name}": CASES[name] + " --shard" * (engine == "fsdp") for engine, name in COMPARED}
+    commands |= {name: f"{flags} --compile" for name, flags in commands.items() if name.endswith("accumulated")}
     commands |= {name: f"--steps 20 {flags}" for name, (flags, _, _) in ENDS.items()}
     commands = {"killed": LONG, "undisturbed": LONG} | commands
     commands = {name: f"{common} {flags} --out {folder}/{name}" for name, flags in commands.items()}
@@ -144,6 +147,7 @@ def test_two_ranks_train_as_one(engine, name, trained, folder):
     """
     one, two = folder / f"one-{name}", folder / f"{engine}-{name}"
     assert [rank["code"] for rank in trained[two.name]] == [0, 0]
+    assert [rank["graphs"] for rank in trained[two.name]] == [2 * (name == "accumulated")] * 2  # blocks, and terms
     for figure in ("train_loss", "val_loss", "val_bpb", "grad_norm", *["z_loss"] * (name == "accumulated")):
         assert series(two, figure) == pytest.approx(series(one, figure), rel=1e-5), figure
     assert (two / "samples.txt").read_text() == (one / "samples.txt").read_text()

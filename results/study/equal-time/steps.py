@@ -8,9 +8,8 @@ import torch
 sys.path.insert(0, ".")
 
 from config import configure
-from experiments.benchmarks import Step, host_seconds
+from experiments.benchmarks import host_seconds, make_step
 from machine.device import set_up_cpu
-from model import Llama
 
 ARMS, ROUNDS = ("llama", "qwen3", "gemma3"), 60
 SHARED = {"layers": 4, "context": 128, "batch_size": 8, "tokenizer": "bytes", "lr": 0.008, "optimizer": "muon"}
@@ -22,7 +21,7 @@ for dim in (64, 96, 128):
     steps, seconds = {}, {arm: list[float]() for arm in ARMS}
     for arm in ARMS:
         model, config = configure({"recipe": arm, "dim": dim, "heads": dim // 32} | SHARED)
-        steps[arm] = Step(Llama(model), config, whole=True)
+        steps[arm] = make_step(model, config)
     for number in range(-3, ROUNDS):
         for arm in ARMS if number % 2 else ARMS[::-1]:
             measured = host_seconds(steps[arm], torch.device("cpu"))
