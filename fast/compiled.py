@@ -80,7 +80,8 @@ class CompiledDecoder:
     def __init__(self, model: Llama):
         check_compile(device := model.embed_tokens.weight.device)
         self.model = model
-        self.step = torch.compile(model.next_logits, mode="reduce-overhead" if device.type == "cuda" else None)
+        mode = "reduce-overhead" if device.type == "cuda" else None
+        self.step = torch.compile(model.next_logits, mode=mode, dynamic=False)
         self.unused: dict[tuple[int, int], list[list[StaticCache]]] = defaultdict(list)
 
     def new_cache(self, tokens: int | None = None) -> Any:

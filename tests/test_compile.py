@@ -111,16 +111,16 @@ def test_a_training_compiles_two_graphs_and_says_so(tmp_path, text, monkeypatch,
 
 @pytest.mark.parametrize("changes", [{}, {"placement": "hybrid", "qk_norm": "full"}, {"attention_cap": 5.0}])
 def test_compiled_decoding_gives_the_same_tokens(changes, monkeypatch):
-    """Two samples, then a prompt of one token: compiled once, with a cache that is smaller than the context."""
+    """Once for each number of samples, without symbolic sizes, with a cache that is smaller than the context."""
     monkeypatch.setattr("fast.compiled.SMALLEST", 2)
     model = randomize(Llama(dataclasses.replace(SMALL, **changes, context=32)))
-    prompts = [torch.tensor([[3, 1, 4]] * 2), torch.tensor([[1]] * 2)]
+    prompts = [torch.tensor([[3, 1, 4]] * 2), *(torch.tensor([[1]] * samples) for samples in (2, 3))]
     plain = [list(stream_ids(model, prompt, GREEDY)) for prompt in prompts]
     assert len({ids[0] for sample in plain for ids in sample}) > 3
     graphs = count_graphs(monkeypatch)
     decoder = CompiledDecoder(model)
     assert plain == [list(stream_ids(model, prompt, GREEDY, decoder=decoder)) for prompt in prompts]
-    assert len(graphs) == 1
+    assert len(graphs) == 2 and len({len(each.graph.nodes) for each in graphs}) == 1  # a symbolic size is a node
     decoder = CompiledDecoder(Llama(dataclasses.replace(SMALL, context=600)))
     assert [decoder.new_cache(tokens).size for tokens in (None, 1, 257, 513)] == [600, 2, 512, 600]
 
