@@ -26,15 +26,17 @@ from torch import Generator, Tensor, nn
 from config import DEVICES, DTYPES, FRACTION, NOT_NEGATIVE, check_values, option
 from data.tokenizer import Tokenizer
 from files import require
-from machine.device import autocast, pick_device, pick_dtype, set_up_cpu, to_device
+from machine.device import autocast, pick_device, pick_dtype, set_up_cpu, start_reading, to_device
 from machine.process import NotFinite, bad_input, exit_codes, write
 from model import Llama
+from runtime.acceleration import fast_decoder
 from runtime.checkpoint import open_checkpoint
 from runtime.flags import Parser, add_options
 from runtime.plugins import import_first
 
 DEFAULT_TOKENS = 256  # maximum of new tokens without --tokens
 INVALID = -2  # sampled where the largest logit is not finite
+AHEAD = "cuda"  # on this device, steps are launched before the ids of the one before are read
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,6 @@ class Options(Sampling):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    from runtime.acceleration import fast_decoder  # training, which samples too, does not need it
-
     parser = Parser(prog="generate.py", description="Generate text with a trained model.")
     add_options(parser, Options)
     with exit_codes("--samples or --tokens"):
@@ -199,6 +199,9 @@ def stream_ids(
     A sample ends with an id of `ends` and then repeats it. Each sample has its own random numbers, a function of the
     seed and its index, so it does not depend on the other samples. No global random state is touched. Raises
     ValueError, before the first token, if the context is too short, and NotFinite if a logit is NaN or infinite.
+
+    A GPU computes the next token while Python reads this one, so it may compute one that nobody needs. A CPU does not,
+    so that a slow model shows each token at once.
     """
     device = model.embed_tokens.weight.device
     samples, count = len(prompts), max_new_tokens(prompts[0], sampling, model.config.context)
@@ -211,17 +214,22 @@ def stream_ids(
     ends = {ends} if isinstance(ends, int) else set(ends)
     decoder = decoder or model
     cache, ids = decoder.new_cache(tokens.shape[1] + count), [INVALID] * samples
-    for index in range(count):
-        sampled = draw(decoder.next_logits(tokens, cache), sampling, points[index])  # B
-        # Reading the ids is the only time that Python waits for the device.
-        read = sampled.tolist()
+    ahead = int(device.type == AHEAD)  # steps
+    launched: list = []  # functions that read the ids
+    for index in range(count + ahead):
+        if index < count:
+            sampled = draw(decoder.next_logits(tokens, cache), sampling, points[index])  # B
+            launched.append(start_reading(sampled) if ahead else sampled.tolist)
+            tokens = sampled.clamp(min=0).to(device).unsqueeze(1)  # B 1, without INVALID
+        if index < ahead:
+            continue
+        read = launched.pop(0)()  # the only time that Python waits for the device
         if INVALID in read:
             raise NotFinite("a logit of the model is not finite")
         ids = [last if last in ends else token for last, token in zip(ids, read, strict=True)]
         yield ids
         if all(token in ends for token in ids):
             return
-        tokens = sampled.to(device).unsqueeze(1)  # B 1
 
 
 def draw(logits: Tensor, sampling: Sampling, points: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -115,6 +115,13 @@ def autocast(device: torch.device, dtype: torch.dtype, cache: bool = False) -> c
 def to_device(ids: Tensor, device: torch.device) -> Tensor:
     """A copy on `device`. Python does not wait for it on CUDA, where copies from pinned memory are asynchronous."""
     return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and ids.is_cpu else ids.to(device)
+
+
+def start_reading(x: Tensor) -> Callable:
+    """Start copying a CUDA tensor. Returns a function that waits for the copy, but not for later work, and reads it."""
+    copy = x.to("cpu", non_blocking=True)  # pinned memory
+    copied = torch.cuda.current_stream(x.device).record_event()
+    return lambda: copied.synchronize() or copy.tolist()
 
 
 @contextlib.contextmanager

@@ -88,8 +88,16 @@ def test_a_token_of_probability_0_is_never_sampled_and_reaching_p_is_enough():
 # --- the sampler -----------------------------------------------------------------------------------------------------
 
 
-def stream(model: Llama, prompt: list[int], sampling: Sampling, samples: int = 1) -> Iterator[list[int]]:
-    return stream_ids(model, torch.tensor([prompt] * samples), sampling, END)
+def stream(model: Llama, prompt: list[int], sampling: Sampling, samples: int = 1) -> list[list[int]]:
+    """In the order of a CPU, and a token ahead as on CUDA, which gives the same ids."""
+    found = []
+    for device in ("cuda", "cpu"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(command, "AHEAD", device)
+            patch.setattr(command, "start_reading", lambda x: x.clone().tolist)
+            found.append([*stream_ids(model, torch.tensor([prompt] * samples), sampling, END)])
+    assert found[0] == found[1]
+    return found[0]
 
 
 def test_greedy_sampling_matches_uncached_forward(model):

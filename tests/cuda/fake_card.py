@@ -33,8 +33,8 @@ NO_KERNEL = {"_unsafe_view", "_reshape_alias", "detach", "empty", "empty_like", 
 class Waits(TorchDispatchMode):
     """Notes each operation after which Python waits for the card. To see where, raise an error in `note`.
 
-    These are reading a value, and every copy between devices unless it is to the card, from pinned memory, and
-    `non_blocking`. A value that is read is 0.5, 0 or False. `launches` counts operations that are no views.
+    These are reading a value, an event, and every copy between devices unless it is `non_blocking`, and from pinned
+    memory if it is to the card. A value that is read is 0.5, 0 or False. `launches` counts operations but views.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Waits(TorchDispatchMode):
         return out
 
     def copied(self, source: Tensor, target: Tensor, non_blocking: bool) -> None:
-        if source.device.type != target.device.type and not (non_blocking and is_pinned(source)):
+        if source.device.type != target.device.type and not (non_blocking and (on_card(source) or is_pinned(source))):
             self.note(f"copy from {source.device.type} to {target.device.type}")
 
     def note(self, what: str) -> None:
@@ -133,6 +133,8 @@ def on_real_data(function: Callable) -> Callable:
 def fake_card() -> Iterator[Waits]:
     """Inside, "cuda" is a card whose tensors are fake. Real CPU tensors become fake ones when they are used."""
     with FakeCard(allow_non_fake_inputs=True), Waits() as waits:
+        event = SimpleNamespace(synchronize=lambda: waits.note("event"))
+        torch.cuda.current_stream = lambda device: SimpleNamespace(record_event=lambda: event)  # type: ignore
         yield waits
 
 

@@ -96,7 +96,7 @@ def test_an_evaluation_waits_once(make_run):
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}], ids=str)
 def test_generation_waits_once_for_each_token(sampling, samples, make_run):
-    run, found = make_run("--dtype bfloat16"), []
+    run, found, launches = make_run("--dtype bfloat16"), [], []
     with fake_card() as waits, torch.inference_mode(), autocast(CARD, run.dtype):
         model = Llama(run.model_config).to(CARD).eval()
         generate.cast_matrices(model, run.dtype)
@@ -105,7 +105,8 @@ def test_generation_waits_once_for_each_token(sampling, samples, make_run):
         for ids in generate.stream_ids(model, prompts, generate.Sampling(tokens=3, **sampling), ends=256):
             assert len(ids) == samples
             found.append(waits.take())
-    assert found == [[COPY_FROM]] * 3
+            launches.append(waits.launches)
+    assert found == [["event"]] * 3 and launches[0] < launches[1] == launches[2]  # the last is ahead
 
 
 @pytest.mark.parametrize("capability, dtype, reads", [((7, 5), torch.float16, 1), ((9, 0), torch.bfloat16, 0)], ids=str)

@@ -61,8 +61,10 @@ def test_the_run_ends_and_saves_nothing_bad(what, at, dtype, flags, tmp_path, en
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_k": 5, "top_p": 0.5, "min_p": 0.1}], ids=str)
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_no_token_is_drawn_from_logits_that_are_not_finite(sampling, value, monkeypatch):
+@pytest.mark.parametrize("value, ahead", [(math.nan, "cuda"), (math.inf, "cuda"), (math.nan, "cpu")])
+def test_no_token_is_drawn_from_logits_that_are_not_finite(sampling, value, ahead, monkeypatch):
+    monkeypatch.setattr(generate, "AHEAD", ahead)
+    monkeypatch.setattr(generate, "start_reading", lambda x: x.clone().tolist)
     model, calls = Llama(dim=16, layers=1, heads=1, context=16, vocab_size=11), itertools.count()
 
     def next_logits(model: Llama, *args: Any) -> Tensor:
