@@ -259,8 +259,9 @@ class Trainer:
         Raises NotFinite, which names the step. It is called before every save.
         """
         grad_norm, pending, self.pending = math.nan, self.pending, []
+        read = iter(torch.stack([x for terms in pending for x in terms.values()]).tolist() if pending else [])
         for step, terms in enumerate(pending, self.step - len(pending) + 1):
-            losses = {name: term.item() for name, term in terms.items()}
+            losses = {name: next(read) for name in terms}
             grad_norm = losses.pop("grad_norm")
             if not all(map(math.isfinite, losses.values())):
                 raise diverged("loss is", step)

@@ -179,7 +179,7 @@ def exit_codes(memory_options: str) -> Iterator[None]:
 def out_of_memory(error: Exception) -> bool:
     """Whether memory ran out, by what torch, CUDA, Triton, cuBLAS and the system say then."""
     said = str(error) if isinstance(error, RuntimeError | OSError) else ""
-    words = ("allocate", "out of memory", "ALLOC_FAILED")
+    words = ("allocate", "out of memory", "ALLOC_FAILED", "MemoryError")  # the last within an error of torch.compile
     return isinstance(error, MemoryError) or any(word in said for word in words)
 
 

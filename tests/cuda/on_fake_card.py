@@ -80,8 +80,10 @@ def test_launches_of_a_step(make_run):
         trainer.update(ids, ids, 0.1)  # the first step makes the optimizers' state
         waits.take()
         waits.launches = 0
-        trainer.update(ids, ids, 0.1)
+        trainer.pending = [trainer.update(ids, ids, 0.1)] * 10
         assert waits.launches <= 600 and not waits.take()
+        trainer.read_pending()
+        assert waits.take() == [COPY_FROM]
 
 
 def test_an_evaluation_waits_once(make_run):
