@@ -164,6 +164,9 @@ def resolve(
     if continues and everything.get("init_from"):  # DIR may be gone by now
         found = {name: kept[name] for name in (*ModelConfig.__annotations__, "tokenizer")}
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
+    if device.type == "mps":
+        # In fp32, with all scores of attention, 64 sequences of `small` need 14.3 GiB, more than a card of 12 GB has.
+        memory = 0.75 * torch.mps.recommended_max_memory()
     model, training = configure(asked, found, previous, memory)
     if everything.get("init_from") and not continues:
         longest = found["trained_context"] or found["context"]

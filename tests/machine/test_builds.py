@@ -96,11 +96,15 @@ def test_a_card_that_torch_has_no_kernels_for_is_refused(device, card, refused, 
         ((8, 6), 5.9e9, "--steps 132", ("bfloat16", 64, 16, False)),
         ((12, 0), 8.6e9, "--batch-size 24", ("bfloat16", 24, 24, True)),
         ((8, 9), 8.6e9, "--norm batchnorm --micro-batch-size 16", ("bfloat16", 64, 16, True)),
+        ((8, 9), 12.9e9, "--device mps", ("float32", 64, 32, False)),  # of 18 GB; 64 sequences need 15.4 by count
+        ((8, 9), 17.2e9, "--device mps", ("float32", 64, 64, False)),
     ],
 )
 def test_the_default_run_fits_the_card(capability, memory, flags, expected, card, monkeypatch):
     """Its global batch, and so the rows of a step, are the same on all cards."""
     card(capability, memory)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: memory)
     _, model, config, _ = run.resolve(read_train(flags.split()))
     assert (config.dtype, config.batch_size, config.micro_batch_size, config.compile) == expected
     assert model.dim == 384
