@@ -36,7 +36,7 @@ from runtime.plugins import import_first
 
 DEFAULT_TOKENS = 256  # maximum of new tokens without --tokens
 INVALID = -2  # sampled where the largest logit is not finite
-AHEAD = "cuda"  # on this device, steps are launched before the ids of the one before are read
+AHEAD = "cuda"  # on this device, the next step is launched before the ids of this one are read
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def stream_ids(
     ends = {ends} if isinstance(ends, int) else set(ends)
     decoder = decoder or model
     cache, ids = decoder.new_cache(tokens.shape[1] + count), [INVALID] * samples
-    ahead = int(device.type == AHEAD)  # steps
+    ahead = int(device.type == AHEAD)  # the number of steps
     launched: list = []  # functions that read the ids
     for index in range(count + ahead):
         if index < count:
