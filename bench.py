@@ -39,8 +39,8 @@ def main(arguments: list[str] | None = None) -> None:
             require(out.is_file() or not out.exists(), f"--json {out} is not a regular file; name another")
             out.parent.mkdir(parents=True, exist_ok=True)
         command = shlex.join(["bench.py", *arguments])
-        report: dict[str, Any] = {"command": command, "device": describe(device), "torch": torch.__version__}
-        report |= COMMANDS[name][0](config, device)
+        setting = {"command": command, "device": describe(device), "torch": torch.__version__}
+        report = setting | COMMANDS[name][0](config, device)
         print_report(report)
         write_atomically(out, json.dumps(report, indent=2) + "\n")
         print(f"written to {out}", file=sys.stderr)
@@ -64,15 +64,14 @@ def parse(arguments: list[str]) -> tuple[str, Path, Any]:
     return name, out, config if name == "norms" else benchmarks.with_model(config, given)
 
 
-def print_report(report: dict[str, Any]) -> None:
+def print_report(report: benchmarks.Report) -> None:
     """Print all entries except the rows, one per line, then the rows as a table."""
     for name, value in report.items():
         if name != "rows":
             print(f"{name}: {value}")
     print(*(name.ljust(WIDTH) for name in report["rows"][0]))
     for row in report["rows"]:
-        cells = [f"{cell:.3g}" if type(cell) is float else str(cell) for cell in row.values()]
-        print(*(cell.ljust(WIDTH) for cell in cells))
+        print(*(f"{cell:<{WIDTH}.3g}" if type(cell) is float else f"{cell!s:<{WIDTH}}" for cell in row.values()))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from norms.placement import PLACEMENTS, Site, check_placement
 from norms.registry import Traits
 from recipes import RECIPES
 
-Asked = dict[str, Any]  # options by the names of fields, "preset" and "recipe"
+Asked = dict[str, Any]  # options by the names of fields, "preset" and "recipe"; or arguments of a norm or placement
 
 MAX_SIZE = 2**31 - 1  # File formats use 32-bit integers for every dimension.
 MAX_LAYERS = 1 << 12  # Python builds a thousand in two seconds.
@@ -31,7 +31,7 @@ ARGUMENTS = {"norm_args": "norm", "qk_norm_args": "norm", "placement_args": "pla
 # Options about a part of the model, and the option that adds the part, unless it is "none".
 NEEDS = {"qk_norm_args": "qk_norm", "qk_norm_after_rope": "qk_norm", "gate_activation": "attention_gate"}
 # Comparisons of a value with a bound, and what an error says. NaN is within no bounds.
-COMPARISONS: dict[str, Any] = {
+COMPARISONS = {
     "at least": operator.ge,
     "at most": operator.le,
     "above": operator.gt,
@@ -107,9 +107,9 @@ class ModelConfig:
     norm: str = option("rmsnorm", "kind of norm", choices=KINDS)
     placement: str = option("pre", "where the norm goes around a sublayer", choices=PLACEMENTS)
     qk_norm: str = option("none", "norm on queries and keys", choices=["none", "head", "full"])
-    norm_args: dict[str, Any] = option({}, "argument of the norm, such as eps=1e-5; may be repeated")
-    qk_norm_args: dict[str, Any] = option({}, "argument of the norm on queries and keys, if not that of --norm-arg")
-    placement_args: dict[str, Any] = option({}, "argument of the placement, such as streams=2; may be repeated")
+    norm_args: Asked = option({}, "argument of the norm, such as eps=1e-5; may be repeated")
+    qk_norm_args: Asked = option({}, "argument of the norm on queries and keys, if not that of --norm-arg")
+    placement_args: Asked = option({}, "argument of the placement, such as streams=2; may be repeated")
     qk_norm_after_rope: bool = option(False, "the norm on queries and keys comes after RoPE, not before it")
     attention_bias: bool = option(False, "biases on queries, keys and values, as in Qwen2")
     v_norm: bool = option(False, "RMSNorm without gain on the values of each head")
@@ -213,11 +213,11 @@ class ModelConfig:
                 placement.connection(site, **self.placement_args)  # checks their values
 
     @property
-    def eps(self) -> dict[str, Any]:
+    def eps(self) -> Asked:
         """The argument eps, if one was given, for norms that are RMSNorm whatever the model's norm is."""
         return {name: value for name, value in self.norm_args.items() if name == "eps"}
 
-    def head_norm(self, site: str) -> tuple[str, dict[str, Any]]:
+    def head_norm(self, site: str) -> tuple[str, Asked]:
         """Kind and arguments of the norm on the heads at `site`: RMSNorm if the model's does not support single heads.
 
         The arguments of the norm on queries and keys come after those of the model's norm.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import DEVICES, ModelConfig, TrainConfig, check_values, option
+from config import DEVICES, Asked, ModelConfig, TrainConfig, check_values, option
 from generate import cast_matrices, generate
 from machine.device import autocast, check_compile, peak_memory
 from model import Llama
@@ -60,7 +60,7 @@ class GenerateConfig(RoundsConfig):
     samples: int = option(8, "batch size to measure in addition to batch size 1")
 
 
-def with_model(config: RoundsConfig, asked: dict[str, Any]) -> SimpleNamespace:
+def with_model(config: RoundsConfig, asked: Asked) -> SimpleNamespace:
     """The options in `config`, with the model and the training that are asked for as of train.py."""
     _, model, train, _ = resolve({"compile": False} | asked, read_config_file(asked))
     dtype = getattr(torch, train.dtype)
@@ -100,7 +100,7 @@ def time_alternately(
     calls: Mapping[Any, Call], rounds: int, device: torch.device, measure: Callable = host_seconds
 ) -> dict[Any, float]:
     """Median seconds of each call, over rounds that make each call once."""
-    seconds: dict[Any, list[float]] = {name: [] for name in calls}
+    seconds = {name: list[float]() for name in calls}
     for _ in range(WARMUP_ROUNDS + rounds):
         for name, call in calls.items():
             seconds[name].append(measure(call, device))
@@ -116,7 +116,8 @@ def bench_norms(config: NormsConfig, device: torch.device) -> Report:
         "both": "forward plus backward",
         "rows": [],
     }
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+    for name in ("float32", "bfloat16"):
+        dtype = getattr(torch, name)
         x = torch.randn(config.rows, config.dim, device=device, dtype=dtype, requires_grad=True)
         grad_y = torch.randn_like(x)
         norms = make_norms(config.dim, device, dtype, config.compile)
@@ -128,7 +129,7 @@ def bench_norms(config: NormsConfig, device: torch.device) -> Report:
         seconds = time_alternately(calls, config.rounds, device, measure)
         report[f"copy in {name}, GB/s"] = 2 * x.nbytes / seconds["copy"] / 1e9
         for norm in norms:
-            row: dict[str, Any] = {"norm": norm, "dtype": name}
+            row: Report = {"norm": norm, "dtype": name}
             # Forward reads x and writes y, as a copy does. Backward reads x and grad_y and writes grad_x: 1.5 copies.
             for part, copies in (("forward", 1.0), ("both", 2.5)):
                 measured = seconds[f"{norm} {part}"]

@@ -123,7 +123,7 @@ def add_options(parser: argparse._ActionsContainer, config: type, hidden: Collec
         parser.add_argument(flag_name(each.name), **argument)
 
 
-def read_pairs(flag: str, texts: Iterable[str]) -> dict[str, Any]:
+def read_pairs(flag: str, texts: Iterable[str]) -> Asked:
     """{"eps": 1e-5, "bias": False} of "eps=1e-5" and "bias=false"."""
     pairs = {}
     for text in texts:

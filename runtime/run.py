@@ -7,7 +7,6 @@ import secrets
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -160,7 +159,7 @@ def resolve(
     if not previous:
         asked = {"preset": "tiny" if device.type == "cpu" else "small"} | asked
     everything = combine(before, asked)
-    tokenizer, found = (None, dict[str, Any]()) if continues else open_files(everything)
+    tokenizer, found = (None, Asked()) if continues else open_files(everything)
     if continues and everything.get("init_from"):  # DIR may be gone by now
         found = {name: kept[name] for name in (*ModelConfig.__annotations__, "tokenizer")}
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
