@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ ROUNDS, MOST_ROUNDS = 100, 500  # of steps, before and after which a measurement
 PRECISE = 0.03  # half of an interval is at most so much of its median
 
 
-def costs(model_config: ModelConfig, config: TrainConfig) -> dict[str, Any]:
+def costs(model_config: ModelConfig, config: TrainConfig) -> Asked:
     """Parameters, training tokens, and FLOPs of a run."""
     with torch.device("meta"):
         model = Llama(model_config)
@@ -40,8 +39,7 @@ def step_times(arms: Configs, threads: int) -> dict[Arm, Interval]:
     device = torch.device(next(iter(arms.values()))[1].device)
     steps = {arm: make_step(model, config) for arm, (model, config) in arms.items()}
     first = {arm.size: arm for arm in reversed(arms)}
-    ratios: dict[Arm, list[float]] = {arm: [] for arm in arms}
-    found = {}
+    ratios = {arm: list[float]() for arm in arms}
     for number in range(-3, MOST_ROUNDS):
         order = [*steps] if number % 2 else [*reversed(steps)]
         seconds = {arm: host_seconds(steps[arm], device) for arm in order}
@@ -50,28 +48,23 @@ def step_times(arms: Configs, threads: int) -> dict[Arm, Interval]:
                 ratios[arm].append(seconds[arm] / seconds[first[arm.size]])
         if number + 1 >= ROUNDS:
             found = {arm: interval(each) for arm, each in ratios.items()}
-            if all(map(precise, found.values())):
+            middle, low, high = max(found.values(), key=lambda each: (each[2] - each[1]) / each[0])  # the widest
+            if precise := high - low <= 2 * PRECISE * middle:
                 break
     torch.set_num_threads(before)
     steps.clear()
     if device.type != "cpu":
         torch.accelerator.empty_cache()  # the runs need the memory
-    worst = middle, low, high = max(found.values(), key=lambda each: each[2] - each[1])
-    busy = f"a step takes {middle:.2f} ({low:.2f} to {high:.2f}) times as long; try again later"
-    require(precise(worst), f"--equal time: this machine is busy: {busy}")
+    ratio = f"a step takes {middle:.2f} ({low:.2f} to {high:.2f}) times as long"
+    require(precise, f"--equal time: this machine is busy: {ratio}; try again later")
     return found
 
 
 def interval(values: list[float]) -> Interval:
     """The median and its 95% interval, from the ranks that a binomial distribution gives."""
     ordered, n = sorted(values), len(values)
-    low = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
+    low = int(n / 2 - 0.98 * math.sqrt(n))
     return median(ordered), ordered[low], ordered[n - 1 - low]
-
-
-def precise(found: Interval) -> bool:
-    middle, low, high = found
-    return high - low <= 2 * PRECISE * middle
 
 
 def equal_steps(arms: Configs, equal: str, times: Mapping[str, float]) -> dict[Arm, Asked]:
