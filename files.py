@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -162,10 +161,15 @@ def lock_file(path: Path, wait: bool = False) -> Iterator[None]:
 
 
 def commit() -> str | None:
-    """The commit of this code, marked if code differs from it. None outside a clone."""
+    """The commit of this code and, if code differs from it, a hash of the files that do. None outside a clone."""
     if not (ROOT / ".git").exists() or not shutil.which("git"):
         return None
-    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
-    head = git(["git", "rev-parse", "--short=12", "HEAD"]).stdout.strip()
-    changed = git(["git", "status", "--porcelain", "--untracked-files=no", "*.py", "*.c"]).stdout
-    return f"{head}-dirty" if changed else head or None
+
+    def git(command: str) -> str:
+        return subprocess.run(f"git {command}".split(), cwd=ROOT, capture_output=True, text=True).stdout
+
+    head = git("rev-parse --short=12 HEAD").strip()
+    lines = git("status --porcelain -z -uall --no-renames *.py *.c :!tests :!results :!examples").split("\0")
+    names = [line[3:] for line in lines if "/" in line or line[:1] not in ("?", "")]  # new files count in folders only
+    hashes = [(name, (ROOT / name).exists() and sha256(ROOT / name)) for name in names]
+    return f"{head}-dirty-{digest(hashes)[:12]}" if names else head or None

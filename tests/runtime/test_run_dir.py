@@ -1,12 +1,14 @@
 """The files of a run directory, of which run.json is the description that is read again."""
 
 import itertools
+import subprocess
 import sys
 from contextlib import suppress
 from unittest.mock import MagicMock
 
 import pytest
 
+import files
 from machine.process import NotFinite
 from runtime.run_dir import Log, open_tracker, read_rows, read_run_file, write_run_file
 
@@ -68,3 +70,16 @@ def test_a_tracker_gets_every_row(tmp_path, monkeypatch):
     options = {"config": run, "id": "f1", "resume": "allow"}  # a resumed run goes on there
     assert wandb.init.call_args.kwargs.items() >= options.items()
     assert tensorboard.SummaryWriter.call_args.kwargs == {"purge_step": 4}  # steps 4 and later are new
+
+
+def test_a_commit_has_a_hash_of_the_code_that_differs_from_it(tmp_path, monkeypatch):
+    """Also of new files in folders, which may be norms, but not of those that --import names."""
+    monkeypatch.setattr(files, "ROOT", tmp_path)
+    (tmp_path / "norms").mkdir()
+    found = [(tmp_path / "a.py").touch()]
+    for command in ("init", "add a.py", "-c user.name=a -c user.email=b commit -m c"):
+        subprocess.run(f"git {command}".split(), cwd=tmp_path, check=True)
+    for name, text in (*(("x.py", "a"), ("a.py", "b")), *(("norms/x.py", text) for text in "aba"), ("a.py", "")):
+        (tmp_path / name).write_text(text)
+        found.append(files.commit())
+    assert found[2].startswith(f"{found[1]}-dirty-") and found[3] == found[5] and len({*found[1:]}) == 5
