@@ -5,7 +5,6 @@ import math
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,10 +12,10 @@ from config import REMOVED, Asked, check_values, combine, fields_of, option
 from data.prepare import prepare
 from experiments.arms import asked_of, ladder, resolve_arms, resolve_factors
 from experiments.costs import EQUAL, Configs, costs, equal_steps, step_times
-from experiments.grid import Cell, Grid, resolve_devices
+from experiments.grid import WIDEN, Cell, Grid, resolve_devices
 from experiments.records import SEARCH, compared
 from experiments.report import make_report
-from files import digest, read_json, require, write_atomically
+from files import digest, read_json, require, warn, write_atomically
 from norms.placement import PLACEMENTS
 from runtime.run_dir import RUNS_FOLDER, read_run_file
 
@@ -46,7 +45,7 @@ class AblationConfig:
     seeds: int = option(3, "number of seeds per arm, from --seed on", bounds={"at least": 1, "at most": SEARCH})
     lrs: list[float] = option(
         [],
-        "learning rates from which the search for each arm's best one starts, in addition to --lr, on another seed",
+        "first learning rates of the search for each arm's best one, besides --lr; it comes to 1.2 to 3 times as many",
         type=float,
         metavar="LR",
     )
@@ -134,14 +133,14 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     return grid
 
 
-def measure(configs: Configs, options: AblationConfig, folder: Path) -> dict[str, Any]:
+def measure(configs: Configs, options: AblationConfig, folder: Path) -> Asked:
     """What `COSTS` holds: the relative time of a step of each arm, by name, and the steps that follow from --equal.
 
     Steps are timed with --equal time. What the folder has stays, also if arms are added. Raises ValueError if the steps
     follow from another command.
     """
     baseline, (_, config) = next(iter(configs.items()))
-    here: dict[str, Any] = {"equal": options.equal, "baseline": baseline.name, "steps": config.steps}
+    here: Asked = {"equal": options.equal, "baseline": baseline.name, "steps": config.steps}
     there = read_json(folder / COSTS, dict) if (folder / COSTS).exists() else here
     for name, value in here.items():
         made = there.get(name)
@@ -156,7 +155,12 @@ def measure(configs: Configs, options: AblationConfig, folder: Path) -> dict[str
 
 def run_ablation(grid: Grid, command: str) -> list[str]:
     """Run what has not ended, and write the report, also when interrupted. Returns its summary."""
-    write_atomically(grid.folder / "command.txt", command + "\n")
+    if len(grid.lrs) > 1:  # an arm has the most runs with as many rates as seeds
+        warn(
+            f"search: {len(grid.configs) * len(grid.lrs)} runs at first, in all usually 1.2 to 3 times as many, "
+            f"and at most {len(grid.configs) * ((len(grid.lrs) + 1 + WIDEN) ** 2 // 4)}"
+        )
+    write_atomically(grid.folder / "command.txt", f"{command}\n")
     optima = {}
     summary = [""]
     try:

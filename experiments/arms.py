@@ -87,6 +87,11 @@ def resolve_factors(norms: Sequence[str], placements: Sequence[str], others: Seq
         require(name not in SHARED, f"--factor {text}: all runs of an ablation share --{dashed}")
         require(name not in factors, f"--factor {text}: {dashed} is given twice; list all values in one")
         factors[name] = values.split(",")
+    varied = {name for name in factors if len(factors[name]) > 1}
+    require(
+        not varied or varied - {"batch_size", "context"},
+        "--factor batch-size or context alone: only runs with the same batches are compared; add --norms or a factor",
+    )
     for name in dict.fromkeys(["norm", "placement", *factors]):
         flag = OWN_FLAG.get(name, f"--factor {name}")
         levels = factors.get(name, [])

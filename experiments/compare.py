@@ -23,13 +23,12 @@ from runtime.run_dir import RUNS_FOLDER, machine_of, read_rows, read_run_file
 def main(arguments: list[str]) -> None:
     """Report on existing runs: what differs, and whether that is chance. The arm of the first run is the baseline."""
     parser = Parser(prog="ablate.py compare", description=main.__doc__)
-    what = "directory of a run or an ablation, or one with the runs.csv of an ablation"
-    parser.add_argument("runs", nargs="+", metavar="DIR", help=what)
+    parser.add_argument("runs", nargs="+", metavar="DIR", help="of a run or an ablation, or with its runs.csv")
     parser.add_argument("--out", metavar="DIR", help="folder for the results (default: runs/compare-HASH of the runs)")
     import_first(parser, arguments)
     asked = parser.read(arguments[1:])
     with bad_input():
-        folders = [Path(name) for name in asked["runs"]]
+        folders = [*map(Path, asked["runs"])]
         records = find_records(folders)
         name = f"compare-{digest([str(folder.resolve()) for folder in folders])[:8]}"
         out = Path(asked.get("out") or RUNS_FOLDER / name)
@@ -46,15 +45,17 @@ def find_records(folders: list[Path]) -> list[Record]:
 
     Files beside runs are ignored. A run that an earlier report has as well counts once, so that `runs/*` names all.
     """
-    found, taken = dict[tuple, Record](), dict[tuple, tuple]()
+    found, taken, texts = dict[tuple, Record](), dict[tuple, tuple](), dict[str, str]()
     for folder in (folder for folder in folders if not folder.is_file()):
         file = folder / "runs.csv"
         cells = {path.parent.name for path in folder.glob("cells/*/run.json")}
-        require(file.exists() or (folder / "run.json").exists(), f"{folder} has no run.json and no runs.csv")
-        records = read_csv(file) if file.exists() else [read_run(folder)]
+        require(file.is_file() or (folder / "run.json").is_file(), f"{folder} has no run.json and no runs.csv")
+        records = read_csv(file) if file.is_file() else [read_run(folder)]
         if others := cells - {record.run for record in records}:
             warn(f"runs in {folder}/cells left out, because runs.csv does not have them: {len(others)}")
         for record in records:
+            if text := record.settings.get("data"):  # it may have several names, and gets the first
+                record.settings["data"] = texts.setdefault(text.rpartition("@")[2], text)
             if record.run in cells:  # elsewhere, another run may stand where that of a report did
                 record = read_run(record.path, record)
             known = record.arm, record.lr, record.seed, *record.settings.items()  # of a run that has logged no seconds
@@ -76,13 +77,13 @@ def read_run(folder: Path, planned: Record | None = None) -> Record:
     values = outcome(log, resolved["steps"], resolved["vocab_size"])
     values |= {
         "machine": machine_of(run),
-        "commit": str(run["commit"]),
+        "commit": str(run.get("resumed", [run])[-1]["commit"]),
         "lost": run["tokenizer"].get("lost", 0.0),
     }
-    if planned:
-        return replace(planned, **values)
-    values |= {"lr": resolved["lr"], "seed": resolved["seed"], "settings": settings_of(run), "run": str(folder)}
-    values |= {"search": folder.parent.name == "cells" and resolved["seed"] >= SEARCH, "folder": str(folder.parent)}
-    with suppress(ValueError):  # its norm or placement is not imported
-        values |= costs(*configs_of(resolved))
-    return Record(Arm(), **values)
+    if not planned:
+        search = folder.parent.name == "cells" and resolved["seed"] >= SEARCH
+        values |= {"settings": settings_of(run), "run": str(folder), "folder": str(folder.parent)}
+        planned = Record(Arm(), resolved["lr"], resolved["seed"], search)
+        with suppress(ValueError):  # its norm or placement is not imported
+            values |= costs(*configs_of(resolved))
+    return replace(planned, **values)

@@ -21,9 +21,11 @@ from runtime.run_dir import Row
 
 MARGIN = 0.01  # a difference in val_bpb that does not matter
 SEEDS = 3  # fewer call no arm better or worse
-VERDICTS = BETTER, WORSE, AS_GOOD, UNDECIDED = "better", "worse", f"as good up to {MARGIN}", "undecided"
+BETTER, WORSE, AS_GOOD, UNDECIDED = "better", "worse", f"as good up to {MARGIN}", "undecided"
 NO_VERDICT = "no verdict"  # of a single seed
-NO_TREND, FALLS, RISES = "no trend shown", "the difference falls", "the difference rises"
+VERDICTS = (BETTER, WORSE, AS_GOOD, UNDECIDED, NO_VERDICT)
+NOT_TESTED = "not tested"  # of a slope without a p-value; the others have these words
+TRENDS = {UNDECIDED: "no trend shown", BETTER: "the difference falls", WORSE: "the difference rises"}
 AT_A_RATE = " at this rate"  # of a verdict, if learning rates were not searched for
 PAIRED_BY = ("data", "tokenizer", "batch_size", "context", "eval_tokens")  # besides the seed
 Pair = tuple[Arm, Arm]  # an arm, and the one that it is compared with
@@ -34,14 +36,16 @@ Pair = tuple[Arm, Arm]  # an arm, and the one that it is compared with
 
 @dataclass
 class Finding:
-    """A mean over seeds, of losses or of differences. `correct` gives it a p-value if it can be tested."""
+    """A mean over seeds, of losses, differences or slopes. `compare` gives it a p-value if it can be tested."""
 
     values: Sequence[float]  # one for each seed
     planned: int  # seeds it should rest on
+    missing: Sequence[str] = ()  # why it does not rest on them, a clause for each side
     slack: float = 0.0  # what errors of learning rates may cost
     tuned: bool | None = None  # whether the optimum of every arm in it is known; None without a search
     p: float | None = None  # tests "the mean is 0", corrected for all findings of a report
     tests: int = 1  # that are corrected together
+    doublings: float = 0.0  # of FLOPs, from the smallest to the largest size, of a slope over these
 
     @cached_property
     def estimate(self) -> Estimate | None:
@@ -60,57 +64,45 @@ class Finding:
 
     @property
     def verdict(self) -> tuple[str, str]:
-        """One of `VERDICTS` on the first arm of a difference, and why nothing can be decided."""
-        found = self.estimate
+        """What is said of the first arm of a difference, or of a slope, and why nothing can be decided."""
+        found, verdict, reason = self.estimate, UNDECIDED, ""
         if found is None or not self.complete:
-            ended = "runs diverged or have not ended, here or in the baseline"
-            return UNDECIDED, ended if self.planned else "no seed is in common"
-        if found.n == 1:
-            return NO_VERDICT, "a single seed"
-        if self.tuned is False:
-            return UNDECIDED, "the best learning rate was not found, here or in the baseline"
-        if max(-found.low, found.high) < MARGIN:
-            return AS_GOOD, ""
-        if self.p is None or self.p >= ALPHA:
-            return UNDECIDED, ""
-        if found.n < SEEDS:
-            return UNDECIDED, "two seeds are too few to tell"
-        return WORSE if found.mean > 0 else BETTER, ""
+            reason = next(iter(self.missing), "no seed is in common")
+        elif found.n == 1:
+            verdict, reason = NO_VERDICT, "there is a single seed"
+        elif self.tuned is False:
+            reason = "the best learning rate was not found, here or in the baseline"
+        elif max(-found.low, found.high) < MARGIN and not self.doublings:
+            verdict = AS_GOOD
+        elif found.n < SEEDS:
+            reason = "two seeds are too few to tell"
+        elif self.p is not None and self.p < ALPHA:
+            verdict = WORSE if found.mean > 0 else BETTER
+        if self.doublings:
+            verdict = NOT_TESTED if self.p is None else TRENDS[verdict]
+        return verdict, reason
 
     @property
     def words(self) -> str:
         """The verdict. Without a search for learning rates it holds for those that were used."""
         verdict, _ = self.verdict
-        decided = verdict not in (UNDECIDED, NO_VERDICT, NO_TREND)
+        decided = verdict not in (UNDECIDED, NO_VERDICT, NOT_TESTED, TRENDS[UNDECIDED])
         return verdict + AT_A_RATE if decided and self.tuned is None else verdict
 
     @property
     def detectable(self) -> float | None:
         """About the smallest true mean that four of five repetitions would show, if it was tested."""
-        can_be_shown = self.p is not None and len(self.values) >= SEEDS
-        return detectable(self.values, self.slack, self.tests) if can_be_shown else None
+        if self.p is None or len(self.values) < SEEDS:
+            return None
+        return detectable(self.values, self.slack, self.tests)
 
     @property
     def row(self) -> Row:
         """For scripts. What is not known is missing."""
-        found, numbers = self.estimate, {}
-        if found:
+        numbers = {}
+        if found := self.estimate:
             numbers = {"difference": found.mean, "half_width": found.half_width, "pairs": found.n, "raw_p": self.raw_p}
         return numbers | {"p": self.p, "detectable": self.detectable, "verdict": self.words, "reason": self.verdict[1]}
-
-
-@dataclass
-class Trend(Finding):
-    """The mean slope of an effect over compute."""
-
-    doublings: float = 0.0  # of FLOPs, from the smallest to the largest size
-
-    @property
-    def verdict(self) -> tuple[str, str]:
-        found = self.estimate
-        if found is None or self.p is None or self.p >= ALPHA or found.n < SEEDS:
-            return NO_TREND, super().verdict[1]
-        return RISES if found.mean > 0 else FALLS, ""
 
 
 # --- arms ------------------------------------------------------------------------------------------------------------
@@ -141,6 +133,14 @@ class Group:
         folder = first.options.get("folder", first.folder)
         return tuple(first.options.get(name, UNNAMED[name]) for name in PAIRED_BY) if first.known else (folder,)
 
+    @property
+    def lost(self) -> str:
+        """Why it lacks some of its seeds: `2 of dyt's 3 runs diverged and 1 of dyt's 3 runs did not end`."""
+        whose = f"{self.runs[0].arm.name}'s {len(self.runs)} runs"
+        diverged = f"{sum(run.diverged for run in self.runs)} of {whose} diverged"
+        waiting = f"{sum(not run.ended for run in self.runs)} of {whose} did not end"
+        return " and ".join(each for each in (diverged, waiting) if each[0] != "0")
+
 
 @dataclass
 class Comparison:
@@ -151,7 +151,8 @@ class Comparison:
     baselines: dict[Arm, Arm]  # what each arm is compared with: the first one with its size and text
     flops: dict[str, float]  # of a run of the first arm of each size, the smallest first; 0 if they are not known
     pairs: dict[Pair, Finding]
-    trends: dict[Arm, Trend]  # in a ladder
+    trends: dict[Arm, Finding]  # in a ladder
+    tests: int = 0  # that are corrected together
 
     @property
     def runs(self) -> list[Record]:
@@ -181,7 +182,7 @@ class Comparison:
         """What arms are compared with."""
         names = {self.baselines[arm].without_size.name for arm in self.found}
         if len(names) == 1:
-            return names.pop() + (" of the same size" if self.trends else "")
+            return f"{names.pop()} of the same size" if self.trends else names.pop()
         known = all(run.known for run in self.runs)
         return "the first arm with the same text and batches" if known else "the first arm of its folder"
 
@@ -196,29 +197,35 @@ def compare(records: Iterable[Record]) -> Comparison:
     runs = grouped(((record.search, record.arm), record) for record in records)
     search = {arm: each for (searched, arm), each in runs.items() if searched}
     arms = {arm: Group(each, search.get(arm, [])) for (searched, arm), each in runs.items() if not searched}
-    first: dict[Any, Arm] = {}
+    first: dict = {}
     baselines = {arm: first.setdefault((arm.size, group.text), arm) for arm, group in arms.items()}
     flops = {arm.size: arms[arm].runs[0].flops or 0.0 for arm in first.values() if arm.size}
     flops = dict(sorted(flops.items(), key=lambda item: item[1]))
-    pairs = {(arm, other): difference(arms[arm], arms[other]) for arm, other in pairs_of(baselines)}
-    trends = trends_of(pairs, flops) if len(flops) > 1 and all(flops.values()) else {}
-    everything = [each for each in (*pairs.values(), *trends.values()) if each.planned]
+    pairs = {(arm, other): effect([arms[arm], arms[other]]) for arm, other in pairs_of(baselines)}
+    found = Comparison(arms, search, baselines, flops, pairs, {})
+    distinct = {*flops.values()}
+    if len(distinct) > 1 and all(distinct):
+        found.trends = trends_of(found)
+    everything = [each for each in (*pairs.values(), *found.trends.values()) if each.planned]
+    found.tests = len(everything)
     corrected = holm([1.0 if each.raw_p is None else each.raw_p for each in everything])
     for each, p in zip(everything, corrected, strict=True):
-        each.p, each.tests = None if each.raw_p is None else p, len(everything)
-    return Comparison(arms, search, baselines, flops, pairs, trends)
+        each.p, each.tests = None if each.raw_p is None else p, found.tests
+    return found
 
 
-def difference(one: Group, other: Group) -> Finding:
-    """The first arm minus the other, for each seed."""
-    seeds = sorted(one.bpb.keys() & other.bpb.keys())
-    planned = {run.seed for run in one.runs} & {run.seed for run in other.runs}
-    regrets = one.regret, other.regret
+def effect(groups: Sequence[Group], weights: Any = (1.0, -1.0), doublings: float = 0.0) -> Finding:
+    """The sum of the groups' val_bpb times these weights, for each seed: of an arm minus its baseline, or a slope."""
+    planned = set.intersection(*({run.seed for run in group.runs} for group in groups))
+    seeds = sorted(planned.intersection(*(group.bpb for group in groups)))
+    regrets = [group.regret for group in groups]
     return Finding(
-        values=[one.bpb[seed] - other.bpb[seed] for seed in seeds],
+        values=(np.array(weights) @ [[group.bpb[seed] for seed in seeds] for group in groups]).tolist(),
         planned=len(planned),
-        slack=sum(regret or 0.0 for regret in regrets),
-        tuned=None not in regrets if one.search or other.search else None,
+        missing=[group.lost for group in groups if planned - group.bpb.keys()],
+        slack=float(np.abs(weights) @ [regret or 0.0 for regret in regrets]),
+        tuned=None not in regrets if any(group.search for group in groups) else None,
+        doublings=doublings,
     )
 
 
@@ -236,27 +243,24 @@ def pairs_of(baselines: Mapping[Arm, Arm]) -> list[Pair]:
     return [(arm, other) for arm, other in dict.fromkeys(pairs) if arm != other]
 
 
-def trends_of(found: Mapping[Pair, Finding], flops: Mapping[str, float]) -> dict[Arm, Trend]:
+def trends_of(found: Comparison) -> dict[Arm, Finding]:
     """The slope of each arm's effect: val_bpb for each doubling of the baseline's FLOPs, one slope for each seed.
 
-    Keys are arms without their size. `flops` are those of each size. There is a slope only if the effect is known at
-    every size, with as many seeds.
+    Keys are arms without their size. The seeds are those that the arm and its baseline have at every size.
     """
-    x = np.log2([*flops.values()])
-    line, _ = np.linalg.pinv(np.vander(x - x.mean(), 2))  # times effects, it gives their slope
+    x = np.log2([*found.flops.values()])
+    x -= x.mean()
+    weights, doublings = np.kron(x / (x @ x), (1, -1)), np.ptp(x)  # times losses, they give the slope of effects
+    sized = {(arm.without_size, arm.size): group for arm, group in found.arms.items()}
+    against = grouped((arm.without_size, other.without_size) for arm, other in found.baselines.items() if arm.size)
     trends = {}
-    named = [((a.without_size, b.without_size), (a.size, each)) for (a, b), each in found.items() if a.size]
-    for (arm, _), effects in grouped(named).items():  # a size may have another baseline
-        sizes = dict(effects)
-        rungs = [sizes[size] for size in flops if size in sizes]
-        planned = min(each.planned for each in rungs)
-        tuned = {each.tuned for each in rungs}
-        known = len(rungs) == len(flops) and all(each.complete and each.planned == planned for each in rungs)
-        trends[arm] = Trend(
-            values=(line @ [each.values for each in rungs]).tolist() if known else [],
-            planned=planned,
-            slack=float(abs(line) @ [each.slack for each in rungs]) if known else 0.0,
-            tuned=False if False in tuned else None if None in tuned else True,
-            doublings=float(np.ptp(x)),
-        )
+    for arm, bases in against.items():
+        needed = dict.fromkeys([arm, *bases])  # a size without the baseline has another
+        cells = [(each, size) for size in found.flops for each in needed]
+        lacking = [
+            f"{size.split(',')[0]} has no run of {each.name}" for each, size in cells if (each, size) not in sized
+        ]
+        if len(needed) > 1:
+            untested = Finding([], 0, lacking, doublings=doublings)
+            trends[arm] = untested if lacking else effect([sized[cell] for cell in cells], weights, doublings)
     return trends

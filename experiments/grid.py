@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from shutil import which
-from typing import Any
 
 from tqdm import tqdm
 
@@ -30,7 +29,7 @@ from machine.process import NotFinite, Stopped, bad_input, stop_requests
 from runtime.flags import to_flags
 from runtime.plugins import check_imports, import_flags, import_records
 from runtime.run import fields_of
-from runtime.run_dir import machine_of, read_rows, read_run_file
+from runtime.run_dir import RunFile, machine_of, read_rows, read_run_file
 
 WIDEN = 8  # rates and seeds that an arm may try beyond the first ones
 POLL_SECONDS = 0.3  # between checks of the running cells
@@ -75,7 +74,7 @@ class Grid:
     folder: Path
     configs: Mapping[Arm, tuple[ModelConfig, TrainConfig]]  # with the learning rate and seed of each cell
     asked: Mapping[Arm, Asked]  # what an arm asks of train.py, without the device
-    costs: Mapping[Arm, Mapping[str, Any]]  # of a run of each arm: parameters, tokens, FLOPs, relative time of a step
+    costs: Mapping[Arm, Asked]  # of a run of each arm: parameters, tokens, FLOPs, relative time of a step
     data: Prepared
     seeds: range  # reported
     lrs: Sequence[float]  # of all arms: the reported one, or several from which the search starts
@@ -95,26 +94,26 @@ class Grid:
         """What has come of a cell. Raises ValueError if it cannot be trained, is damaged, or has other settings."""
         folder, (model, config) = self.cell_folder(cell), self.configs[cell.arm]
         config = replace(config, lr=cell.lr, seed=cell.seed)
-        run: dict[str, Any] = {
+        run: RunFile = {
             "resolved": fields_of(model, config),
             "asked": self.asked[cell.arm],
             "imports": import_records(),
             "corpus": {"name": self.data.corpus_name, "hash": self.data.corpus_hash},
             "tokenizer": {"kind": self.data.tokenizer.kind, "hash": self.data.tokenizer.hash},
         }
-        settings, values = settings_of(run), dict[str, Any](self.costs[cell.arm])
+        settings, values = settings_of(run), dict(self.costs[cell.arm], lost=self.data.lost)
         with bad_input():
             values |= outcome(read_rows(folder / "metrics.jsonl"), config.steps, model.vocab_size)
             if (folder / "run.json").exists():
                 run = read_run_file(folder / "run.json")
-                values |= {"machine": machine_of(run), "commit": str(run["commit"])}
+                values |= {"machine": machine_of(run), "commit": str(run.get("resumed", [run])[-1]["commit"])}
+                run["corpus"]["name"] = self.data.corpus_name  # a text may have several names, but has one hash
                 here, there = UNNAMED | settings, UNNAMED | settings_of(run)
                 changed = [name for name in here if here[name] != there[name] and name != "imports"]
                 problems = [f"has {flag_name(name)} {there[name]}, not {here[name]}" for name in changed]
                 problems += check_imports(run["imports"])
                 require(not problems, f"the run in {folder} {'; '.join(problems)}; choose another --out")
         values |= {"search": cell.seed not in self.seeds, "run": cell.name, "folder": str(self.folder)}
-        values["lost"] = self.data.lost
         return Record(**vars(cell), **values, settings=settings)
 
     def run(self, cells: list[Cell]) -> Records:

@@ -33,6 +33,10 @@ def arm_styles(arms: Iterable[Arm]) -> dict[str, Style]:
     return styles
 
 
+def wrapped(text: str, length: int = LINE_LENGTH) -> str:
+    return fill(text.replace("$", r"\$"), length)  # which is no formula
+
+
 def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[str, Style]) -> "Figure":
     """A row for each arm: a small dot per seed, and the mean difference with its 95% interval.
 
@@ -41,9 +45,9 @@ def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[s
     """
     from matplotlib.figure import Figure  # here and below because it takes half a second
 
-    names = [fill(arm.name, LINE_LENGTH // 2) for arm in found]
-    lines = max(name.count("\n") + 1 for name in names)
-    figure = Figure(figsize=(WIDTH, 1.6 + 0.2 * (1 + lines) * len(found)), layout="constrained")
+    names = [wrapped(arm.name, LINE_LENGTH // 2) for arm in found]
+    breaks = max(name.count("\n") for name in names)
+    figure = Figure(figsize=(WIDTH, 1.6 + 0.2 * (2 + breaks) * len(found)), layout="constrained")
     axes = figure.subplots()
     for height, (arm, finding) in enumerate(found.items()):
         style = styles[arm.name] | {"linestyle": ""}
@@ -57,7 +61,7 @@ def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[s
     axes.locator_params("x", nbins=5)
     axes.set_xlabel("val_bpb, paired by seed\n← better                    worse →\nfilled: a difference is shown")
     axes.grid(alpha=0.3)
-    figure.suptitle(fill(title, LINE_LENGTH), fontsize="medium")
+    figure.suptitle(wrapped(title), fontsize="medium")
     return figure
 
 
@@ -71,27 +75,22 @@ def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str)
     column = figure.subplots(len(METRICS), 1, sharex=True)
     for axes, metric in zip(column, METRICS, strict=True):
         for arm, group in arms.items():
-            name = arm.name + " (diverged)" * any(run.diverged for run in group)
-            axes.plot(*curve(group, metric).T, label=name, markersize=4, markevery=0.1, **styles[arm.name])
+            name = f"{arm.name} (diverged)" if any(run.diverged for run in group) else arm.name
+            logged = grouped((row["step"], row[metric]) for run in group for row in run.log if metric in row)
+            means = [(step, np.mean(each)) for step, each in sorted(logged.items()) if len(each) == len(group)]
+            axes.plot(*np.reshape(means, (-1, 2)).T, label=name, markersize=4, markevery=0.1, **styles[arm.name])
         axes.set(ylabel=METRICS[metric])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
     column[-1].set_xlabel("step")
-    figure.suptitle(fill(title, LINE_LENGTH), fontsize="medium")
+    figure.suptitle(wrapped(title), fontsize="medium")
     add_legend(figure)
     return figure
-
-
-def curve(runs: Sequence[Record], metric: str) -> np.ndarray:
-    """The steps that all `runs` logged and the means of a metric there, n 2."""
-    logged = grouped((row["step"], row[metric]) for run in runs for row in run.log if metric in row)
-    means = [(step, np.mean(values)) for step, values in sorted(logged.items()) if len(values) == len(runs)]
-    return np.reshape(means, (-1, 2))
 
 
 def add_legend(plot: "Figure") -> None:
     """The names of the lines, below all panels. The figure grows by as much."""
     lines, names = plot.axes[0].get_legend_handles_labels()
-    names = [fill(name, LINE_LENGTH) for name in names]
+    names = [*map(wrapped, names)]
     legend = plot.legend(lines, names, loc="outside lower center", fontsize="small", handlelength=4)
     plot.set_figheight(plot.get_figheight() + legend.get_window_extent().height / plot.dpi)

@@ -2,17 +2,20 @@
 
 import csv
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
-from config import DEFAULTS, FIELDS, REMOVED, TrainConfig, as_text
-from files import digest, require
+from config import DEFAULTS, FIELDS, MAX_SIZE, REMOVED, as_text
+from files import digest, one_line, require
 from norms.registry import TRAITS, Traits
+from recipes import RECIPES
 from runtime.run_dir import Row, RunFile
 
+LONGEST = 200  # characters of a name
 SIZE = "size"  # the factor of --ladder: "dim=64,heads=4,steps=400"
 LOSSY = "lossy"  # the factor of arms whose tokenizer loses text
 SEARCH = 1000  # from this one on, seeds only choose a learning rate; there are fewer reported ones
@@ -20,8 +23,10 @@ SEARCH = 1000  # from this one on, seeds only choose a learning rate; there are 
 RESUMED_WITH = ("cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch")
 NOT_COMPARED = {*RESUMED_WITH, "out"}
 COSTS = ("parameters", "tokens", "flops", "step_time")
+SIZES = ("heads", "kv_heads", "head_dim", "hidden_dim")  # options that may follow from the width
 # Options that follow from no recipe, tokenizer or size, nor from what these cost.
-FREE = TrainConfig.__annotations__.keys() - {"steps", "warmup", "compile"} | {"dropout", "z_loss", "layers"}
+FREE = FIELDS.keys() - {"dim", "vocab_size", "steps", "warmup", "compile", "init", "depth_scaled_init"}
+FREE = FREE.difference(*RECIPES.values())
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class Arm:
         """The width, the norm, the placement, the recipe, and other factors with their names."""
         named = ("norm", "placement", "recipe", "name", "folder", LOSSY)
         values = [value if name in named else f"{name}={value}" for name, value in self.without_size.factors]
-        return " ".join(filter(None, [self.size.split(",")[0], *values])) or "model"
+        name = " ".join(filter(None, [self.size.split(",")[0], *values])) or "model"
+        return one_line(name if len(name) <= LONGEST else f"{name[:LONGEST]}…{digest(name)[:6]}")
 
     @property
     def size(self) -> str:
@@ -78,7 +84,7 @@ class Record:
     lost: float = 0.0  # the share of the text that its tokenizer loses
     machine: str = ""
     commit: str = ""
-    settings: Mapping[str, str] = field(default_factory=dict)  # options that are not at their defaults, as flags
+    settings: dict[str, str] = field(default_factory=dict)  # options that are not at their defaults, as flags
     log: list[Row] = field(default_factory=list, compare=False)  # the rows of its metrics.jsonl
     folder: str = field(default="", compare=False)  # where it was found
 
@@ -96,7 +102,7 @@ class Record:
     @property
     def known(self) -> bool:
         """Whether its options are known, which earlier reports do not have."""
-        return "data" in self.settings
+        return bool(self.options.get("data"))
 
     @property
     def options(self) -> dict[str, str]:
@@ -107,12 +113,18 @@ class Record:
     def steps(self) -> int:
         return int(self.options.get("steps", UNNAMED["steps"]))
 
+    @property
+    def costs(self) -> dict[str, float]:
+        """Of the whole run, NaN if they are not known. Time is in steps of the first arm of its size."""
+        time = self.steps * (self.step_time or math.nan)
+        return {"tokens": self.tokens or math.nan, "time": time, "FLOPs": self.flops or math.nan}
+
 
 TYPES = {each.name: (*get_args(each.type), each.type)[0] for each in fields(Record)}
 COLUMNS = {name: kind for name, kind in TYPES.items() if name not in ("arm", "settings", "log", "folder")}
 
 
-def outcome(log: list[Row], steps: int, vocab_size: int) -> dict[str, Any]:
+def outcome(log: list[Row], steps: int, vocab_size: int) -> Row:
     """What the rows of a metrics.jsonl say of a run of so many steps."""
     last = log[-1] if log else {"step": 0}
     final = last if last["step"] == steps else {}
@@ -173,10 +185,10 @@ def final_bpb(records: Iterable[Record]) -> dict[int, float]:
 
 def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
     """The second of each pair, by the first."""
-    found: dict[Any, list[Any]] = {}
+    found = defaultdict(list)
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        found[key].append(value)
+    return dict(found)
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
@@ -189,8 +201,8 @@ def rows_of(records: Iterable[Record]) -> list[Row]:
     for record in records:
         own = {"arm": record.arm.name, **dict(record.arm.factors)}
         own |= {name: getattr(record, name) for name in COLUMNS}
-        others = [name for name in names if name not in own]
-        rows.append(own | {name: record.settings.get(name, UNNAMED[name] * record.known) for name in others})
+        settings = {name: record.settings.get(name, UNNAMED[name] * record.known) for name in names}
+        rows.append(own | settings | own)
     return rows
 
 
@@ -200,40 +212,34 @@ def read_csv(file: Path) -> list[Record]:
     Earlier files lack the costs and the options. Raises ValueError, naming the file, for a column that is missing and a
     value of the wrong type.
     """
-    columns, rows = _read_table(file)
+    csv.field_size_limit(MAX_SIZE)
+    with file.open(newline="", encoding="utf-8-sig", errors="replace") as opened:
+        reader = csv.DictReader(opened)
+        columns, rows = list(reader.fieldnames or ()), [(f"{file}, line {reader.line_num}", row) for row in reader]
     for name in ("lr", "seed", "search", "diverged", "step", "val_loss", "val_bpb"):
         require(name in columns, f"{file} lacks the column {name!r}; it is not a runs.csv of this project")
     require(rows, f"{file} has no runs")
     factors = [name for name in columns[: columns.index("lr")] if name not in ("arm", "run")]
     options = [name for name in columns if name in UNNAMED and name not in (*factors, *COLUMNS)]
     records = []
-    for number, row in enumerate(rows, 2):
+    for where, row in rows:
+        require(None not in (*row, *row.values()), f"{where} does not have {len(columns)} values")
         arm = Arm(tuple((name, row[name]) for name in factors) or (("name", row.get("arm", "")),))
-        where = f"{file}, line {number}"
         values = {name: _read(row[name], kind, f"{where}: {name}") for name, kind in COLUMNS.items() if row.get(name)}
-        require(values.keys() >= {"lr", "seed"}, f"{where} has no learning rate or no seed")
+        require(values.get("lr") and "seed" in values, f"{where} has no learning rate or no seed")
         settings = {name: row[name] for name in options if row[name] not in ("", UNNAMED[name])}
+        require(_read(row.get("steps") or "1", int, f"{where}: steps"), f"{where} has no steps")
         records.append(Record(arm, **values, settings=settings, folder=str(file.parent)))
     return records
-
-
-def _read_table(file: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The columns and the rows of a .csv. Raises ValueError, naming the line, if a row has more or fewer values."""
-    with file.open(newline="", encoding="utf-8-sig", errors="replace") as opened:
-        reader = csv.DictReader(opened)
-        columns, rows = list(reader.fieldnames or ()), list(reader)
-    for number, row in enumerate(rows, 2):
-        require(None not in (*row, *row.values()), f"{file}, line {number} does not have {len(columns)} values")
-    return columns, rows
 
 
 def _read(text: str, kind: Any, what: str) -> Any:
     """A value of type `kind`. Raises ValueError, naming `what` it is."""
     try:
         value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
-        require(kind is not float or math.isfinite(value), what)
+        require(kind is str or 0 <= value < math.inf, what)
     except (KeyError, ValueError):
-        raise ValueError(f"{what} is {text!r}, not of type {kind.__name__}") from None
+        raise ValueError(f"{what} is {text!r}, not of type {kind.__name__} or below 0") from None
     return value
 
 
@@ -248,13 +254,17 @@ def name_arms(records: list[Record]) -> tuple[list[Record], list[str]]:
     options of one are not known. Options that follow from a recipe, a tokenizer or a size are not returned.
     """
     searched = {record.folder for record in records if record.search}
-    given = [record.options | {"lr": "best" if record.folder in searched else spelled(record.lr)} for record in records]
     folders = {record.folder for record in records}
     unknown = len(folders) > 1 and not all(record.known for record in records)
-    distinct = {(*sorted(each.items()), run.seed) for each, run in zip(given, records, strict=True)}
     short = len({Path(folder).name for folder in folders}) == len(folders)
-    for each, record in zip(given, records, strict=True):
-        if unknown or len(distinct) < len(records):
+    given, distinct = [], set()
+    for record in records:
+        lossy = f"lossy ({100 * record.lost:.3g}%)" if record.lost else ""
+        lr = "best" if record.folder in searched else spelled(record.lr)
+        given.append(record.options | {"lr": lr, LOSSY: lossy})
+        distinct.add((*sorted(given[-1].items()), record.seed))
+    if unknown or len(distinct) < len(records):
+        for each, record in zip(given, records, strict=True):
             each.setdefault("folder", Path(record.folder).name if short else record.folder)
 
     def values(*names: str) -> list[tuple[str, ...]]:
@@ -270,12 +280,10 @@ def name_arms(records: list[Record]) -> tuple[list[Record], list[str]]:
     while count(*names) < count(*differing):
         names.append(max(differing, key=lambda name: count(*names, name)))
     names = sorted(names or factors or ["norm", "placement"], key=[*factors, *order].index)
+    names = [*(name for name in names if name != LOSSY), *{LOSSY}.intersection(differing)]
     leading = [name for name in ("recipe", "tokenizer", SIZE) if name in names]
-    others = [name for name in differing if name in FREE or count(*leading, name) > count(*leading)]
+    causes = {name: ["dim", "mlp"] if name in SIZES else [] if name in FREE else leading for name in differing}
+    others = [name for name in differing if count(name, *causes[name]) > count(*causes[name])]
     others = [] if unknown else [name for name in others if name not in (*names, "lr", "folder")]
-    if len({record.lost for record in records}) > 1:
-        for each, record in zip(given, records, strict=True):
-            each[LOSSY] = f"lossy ({100 * record.lost:.3g}%)" if record.lost else ""
-        names = [*(name for name in names if name != LOSSY), LOSSY]
     arms = [Arm(tuple(zip(names, each, strict=True))) for each in values(*names)]
     return [replace(record, arm=arm) for record, arm in zip(records, arms, strict=True)], others

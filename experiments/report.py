@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from experiments.plots import add_legend, arm_styles, plot_curves, plot_differen
 from experiments.rates import POINTS, WINDOW
 from experiments.records import COSTS, Arm, Record, final_bpb, grouped, name_arms, rows_of
 from experiments.statistics import ALPHA
-from files import write_atomically
+from files import one_line, write_atomically
 from pages.html import details, figure, page, save_plot, settings_list
 from pages.run import plot_streams
 from runtime.run_dir import Row, read_rows
@@ -31,11 +31,12 @@ HOW_TO_READ = (
     "A statistic is a mean over n seeds ± the half-width of its 95% interval (Student's t). Differences are paired: "
     "each seed gives both arms the same batches and, as far as shapes allow, the same initial weights. Below zero is "
     "better. p is of a paired t test, corrected for all tests of this report (Holm); an interval is for one. "
-    "`detectable` is about the smallest true difference that so many seeds show in four of five experiments; for three "
-    "seeds it is too small, by up to a quarter. All this is about chance in seeds, not about other texts.",
-    f"An arm is {AS_GOOD} if its whole interval lies between -{MARGIN} and {MARGIN}. Otherwise it is better or worse "
-    f"if p is below {ALPHA} with at least {SEEDS} seeds. Else it is undecided, which does not mean equal. At a rate "
-    "that was not searched for, it is only better at this rate: equal arms often differ at one.",
+    f"`detectable` is about the true difference with which four of five repetitions have a p below {ALPHA}, on average "
+    "over reports. All this is about chance in seeds, not about other texts.",
+    f"An arm is {AS_GOOD} if its whole interval lies between -{MARGIN} and {MARGIN}, which is not corrected for the "
+    f"number of arms: of many, one may be by chance. Otherwise it is better or worse if p is below {ALPHA} with at "
+    f"least {SEEDS} seeds. Else it is undecided, which does not mean equal. At a rate that was not searched for, it is "
+    "only better at this rate: equal arms often differ at one.",
     f"{INCOMPLETE} Some seeds are missing, because a run diverged (its loss was not finite, or ended above that of a "
     "uniform prediction) or has not ended. The others may be the easy ones, so their mean has no p.",
 )
@@ -58,59 +59,56 @@ LADDER = (
 
 def verdicts(found: Comparison) -> str:
     """What is shown of each arm, and at which learning rates."""
-    lrs = [run.lr for run in found.runs]
-    rates = f"at learning rate {span(lrs, '{:g}'.format)}, which was not tuned"
+    rates = f"at learning rate {span([run.lr for run in found.runs], '{:g}'.format)}, which was not tuned"
     if found.search:
         rates = "each at its own best learning rate" if found.tuned else "at learning rates that were not all tuned"
     parts = []
     if found.trends:
-        groups = grouped((slope.words, arm.name) for arm, slope in found.trends.items())
-        trends = [f"{trend} for {listed(arms)}" for trend, arms in groups.items()]
+        groups = grouped(((slope.words, slope.verdict[1]), arm.name) for arm, slope in found.trends.items())
+        trends = [f"{words} for {listed(arms)}{f', as {why}' if why else ''}" for (words, why), arms in groups.items()]
         parts.append(f"With compute, {'; '.join(trends)}.")
     if found.found:
         parts.append(f"Compared with {found.against}, {rates}: {by_verdict(found.found)}.")
-    compared = {*found.found, *map(found.baselines.get, found.found)}
-    alone = [arm for arm in found.arms if arm not in compared]
+    bases = [*found.baselines.values()]
+    alone = [f"{arm.name} (val_bpb {mean_of(found.arms[arm].runs)})" for arm in bases if bases.count(arm) == 1]
     if alone:
-        means = listed([f"{arm.name} (val_bpb {mean_of(found.arms[arm].runs)})" for arm in alone])
-        parts.append(f"Not compared, as no other arm has the same text and batches: {means}.")
+        parts.append(f"Not compared, as no other arm has the same text and batches: {listed(alone)}.")
     return " ".join(parts)
 
 
 def by_verdict(found: Mapping[Arm, Finding]) -> str:
     """`a and b are better; c is undecided`, with numbers if these are few."""
     few, parts = len(found) <= FEW, []
-    groups = grouped(((each.words, *each.verdict), arm) for arm, each in found.items())
-    order = [*VERDICTS, NO_VERDICT]
-    for words, verdict, reason in sorted(groups, key=lambda key: order.index(key[1])):
-        arms = groups[words, verdict, reason]
+    groups = grouped(((each.verdict, each.words), arm) for arm, each in found.items())
+    for ((verdict, reason), words), arms in sorted(groups.items(), key=lambda item: VERDICTS.index(item[0][0][0])):
         if verdict == NO_VERDICT:
-            differences = ", ".join(f"{arm.name} {signed(found[arm])}" for arm in arms)
-            parts.append(f"one seed, so no verdict: {differences}")
+            parts.append(f"one seed, so no verdict: {', '.join(f'{arm.name} {signed(found[arm])}' for arm in arms)}")
             continue
         names = [f"{arm.name}{numbers(found[arm]) if few else ''}" for arm in arms]
-        are = "are" if len(names) > 1 else "is"
-        parts.append(f"{listed(names)} {are} {words}" + (f", as {reason}" if reason else ""))
-    return "; ".join(parts)
+        because = f", as {reason}".replace(f" {arms[0].name}'s ", " its ") if reason else ""
+        parts.append(f"{listed(names)} {'are' if len(names) > 1 else 'is'} {words}{because}")
+    others = dict.fromkeys(reason for each in found.values() for reason in each.missing[1:])  # of baselines
+    return "; ".join([*parts, *(reason for reason in others if reason not in "".join(parts))])
 
 
-def conditions(found: Comparison, others: Sequence[str]) -> str:
+def conditions(found: Comparison, others: Sequence[str], commits: Sequence[str]) -> str:
     """`n = 3; 0.2M parameters, 0.5M tokens of python, bfloat16; equal tokens.`"""
-    counts = sorted({each.estimate.n for each in found.found.values() if each.estimate})
+    counts = sorted({len(each.values) for each in found.found.values()} - {0})
     parts = [f"n = {' or '.join(map(str, counts))}"] if counts else []
     if sizes := [run.parameters for run in found.runs if run.parameters]:
         parts += [f"{span(sizes)} parameters, {span([run.tokens or 0 for run in found.runs if run.parameters])} tokens"]
         if all(run.known for run in found.runs):
-            texts = known_values(run.options["data"].partition("@")[0] for run in found.runs)
-            dtypes = known_values(run.options.get("dtype") for run in found.runs)
-            parts[-1] += f" of {', '.join([listed(texts), *dtypes])}"
+            texts = dict.fromkeys(text.partition("@")[0] for text in known_values(found.runs, "data"))
+            parts[-1] += f" of {one_line(', '.join([listed([*texts]), *known_values(found.runs, 'dtype')]))}"
         parts.append(equal_in(found))
     if lost := [100 * run.lost for run in found.runs if run.lost]:
-        whose = "some" if len(lost) < len(found.runs) else "all"
-        parts.append(f"lossy: the tokenizer of {whose} arms loses {span(lost, '{:.3g}%'.format)} of the text")
+        whose = f"the tokenizer of {'some' if len(lost) < len(found.runs) else 'all'} arms"
+        parts.append(f"lossy: {whose} loses {span(lost, '{:.3g}%'.format)} of the text")
+    if len(commits) > 1:
+        parts.append(f"runs differ in their commit: {one_line(listed(commits))}")
     if others:
         parts.append(f"arms also differ in {listed([name.replace('_', ' ') for name in others])}")
-    return "; ".join(parts) + "." if parts else ""
+    return f"{'; '.join(parts)}." if parts else ""
 
 
 def millions(value: float) -> str:
@@ -123,23 +121,16 @@ def span(values: Sequence[float], show: Callable[[float], str] = millions) -> st
     return " to ".join(dict.fromkeys(map(show, (min(values), max(values)))))
 
 
-COSTS_OF_A_RUN: dict[str, Callable[[Record], float]] = {
-    "tokens": lambda run: run.tokens or math.nan,
-    "time": lambda run: run.steps * (run.step_time or math.nan),
-    "FLOPs": lambda run: run.flops or math.nan,
-}
-
-
 def relative_costs(found: Comparison, name: str, of_a_step: bool = False) -> dict[Arm, float]:
     """A cost of each arm, of a run or of a step, over that of what it is compared with. NaN if it is not known."""
-    cost, runs = COSTS_OF_A_RUN[name], {arm: group.runs[0] for arm, group in found.arms.items()}
-    costs = {arm: cost(run) / (run.steps if of_a_step else 1) for arm, run in runs.items()}
+    runs = {arm: group.runs[0] for arm, group in found.arms.items()}
+    costs = {arm: run.costs[name] / (run.steps if of_a_step else 1) for arm, run in runs.items()}
     return {arm: each / costs[found.baselines[arm]] for arm, each in costs.items()}
 
 
 def equal_in(found: Comparison) -> str:
     """The cost that is the same for all arms of a size."""
-    for name in COSTS_OF_A_RUN:
+    for name in ("tokens", "time", "FLOPs"):
         if all(abs(each - 1) <= PRECISE * (name != "tokens") for each in relative_costs(found, name).values()):
             return f"equal {name}"
     return "at unequal or unknown costs"
@@ -150,28 +141,30 @@ def resolution(found: Comparison) -> str:
     parts = []
     if detectable := [each.detectable for each in found.found.values() if each.detectable]:
         several = ", the median of all arms" if len(detectable) > 1 else ""
-        parts.append(f"Four of five repetitions would show a true difference of {median(detectable):.3f}{several}")
+        parts.append(
+            f"Four of five repetitions would show a true difference of about {median(detectable):.3f}{several}"
+            f"{f', or call it {AS_GOOD}' if median(detectable) < MARGIN else ''}"
+        )
     if changes := [each.detectable * each.doublings for each in found.trends.values() if each.detectable]:
-        parts.append(f"the whole ladder would show a change of {median(changes):.3f}")
+        parts.append(f"the whole ladder would show a change of about {median(changes):.3f}")
     for name, what in (("time", "as long"), ("FLOPs", "the FLOPs")):
         relative = relative_costs(found, name, of_a_step=True)
-        others = {arm: ratio for arm, ratio in relative.items() if abs(ratio - 1) > PRECISE}
-        if others:
-            names = listed([*dict.fromkeys(arm.without_size.name for arm in others)])
-            parts.append(f"a step of {names} takes {span([*others.values()], '{:.2f}'.format)} times {what}")
-    text = "; ".join(parts)
-    return f"{text[:1].upper()}{text[1:]}." if text else ""
+        others = grouped((arm.without_size.name, each) for arm, each in relative.items() if abs(each - 1) > PRECISE)
+        spans = grouped((span(ratios, "{:.2f}".format), name) for name, ratios in others.items())
+        parts += [f"a step of {listed(names)} takes {ratio} times {what}" for ratio, names in spans.items()]
+    return f"{parts[0][0].upper()}{'; '.join(parts)[1:]}." if parts else ""
 
 
 def listed(names: Sequence[str]) -> str:
     """`a, b and c`."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)
 
 
 def numbers(finding: Finding) -> str:
     """` (−0.040 ± 0.033, p = 0.035)`, or nothing if some seeds are missing."""
-    p = "" if finding.p is None else f", p = {finding.p:.3g}"
-    return f" ({signed(finding)}{p})" if finding.complete and len(finding.values) > 1 else ""
+    if not finding.complete or len(finding.values) == 1:
+        return ""
+    return f" ({signed(finding)}{'' if finding.p is None else f', p = {finding.p:.3g}'})"
 
 
 def signed(finding: Finding) -> str:
@@ -183,10 +176,9 @@ def signed(finding: Finding) -> str:
 
 def statistic(finding: Finding, spec: str = "+.4f") -> str:
     """`1.7642 ± 0.0031 (3)`, or `1.7642 ± 0.0031 (2 of 3)†` if it does not rest on all seeds; a dash for none."""
-    if finding.estimate is None:
-        return NONE
-    n = finding.estimate.n
-    return f"{finding.estimate:{spec}} " + (f"({n})" if finding.complete else f"({n} of {finding.planned}){INCOMPLETE}")
+    n = len(finding.values)
+    count = f"({n})" if finding.complete else f"({n} of {finding.planned}){INCOMPLETE}"
+    return f"{finding.estimate:{spec}} {count}" if n else NONE
 
 
 def mean_of(runs: Sequence[Record]) -> str:
@@ -204,13 +196,13 @@ def comparison_table(found: Comparison) -> str:
     """A row for each arm: the difference and the verdict first, then what they rest on."""
     titles = ["arm", f"difference from {found.against} (n)", "verdict", "p", "detectable"]
     titles += ["val_bpb (n)", "lr", "diverged", "relative FLOPs", "relative time"]
-    flops, seconds = (relative_costs(found, name) for name in ("FLOPs", "time"))
+    relative = [relative_costs(found, name) for name in ("FLOPs", "time")]
     rows = []
     for arm in found.ordered:
         runs = found.arms[arm].runs
         columns = columns_of(found.found[arm]) if arm in found.found else [NONE] * 4
         diverged = f"{sum(run.diverged for run in runs)} of {sum(run.ended for run in runs)}"
-        costs = [NONE if math.isnan(each) else f"{each:.2f}" for each in (flops[arm], seconds[arm])]
+        costs = [NONE if math.isnan(each[arm]) else f"{each[arm]:.2f}" for each in relative]
         rows.append([arm.name, *columns, mean_of(runs), f"{runs[0].lr:g}", diverged, *costs])
     return table(titles, rows)
 
@@ -223,8 +215,8 @@ def search_table(found: Comparison) -> str:
         row = [arm.name]
         for lr in lrs:
             tried = [run for run in runs if run.lr == lr]
-            diverged = any(run.diverged for run in tried) and not final_bpb(tried)
-            row.append("diverged" if diverged else mean_of(tried))
+            mean = mean_of(tried)
+            row.append("diverged" if mean == NONE and any(run.diverged for run in tried) else mean)
         best = regret = NONE
         if group := found.arms.get(arm):
             best = f"{group.runs[0].lr:g}"
@@ -234,7 +226,7 @@ def search_table(found: Comparison) -> str:
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    first, *others = (f"| {' | '.join(line)} |" for line in (titles, *rows))
+    first, *others = (f"| {' | '.join(cell.replace('|', '¦') for cell in line)} |" for line in (titles, *rows))
     return "\n".join([first, "|---" * len(titles) + "|", *others])
 
 
@@ -245,9 +237,10 @@ def make_report(folder: Path, records: list[Record], command: str = "") -> list[
     """Write `runs.csv`, `arms.csv`, `report.json`, `table.md`, `report.html` and the figures. Returns the summary."""
     records, others = name_arms(records)
     found, ended = compare(records), sum(run.ended for run in records)
+    machines, commits = known_values(records, "machine"), known_values(records, "commit")
     summary = [f"**Partial: the search for learning rates has not ended; {ended} of its runs did.**", "", ""]
     if found.arms:
-        summary = [verdicts(found), conditions(found, others), resolution(found)]
+        summary = [verdicts(found), conditions(found, others, commits), resolution(found)]
         if ended < len(records):
             summary[0] = f"**Partial: {ended} of {len(records)} runs ended.** {summary[0]}"
     arms = arm_rows(found)
@@ -257,17 +250,17 @@ def make_report(folder: Path, records: list[Record], command: str = "") -> list[
         writer.writeheader()
         writer.writerows(rows)
         write_atomically(folder / f"{name}.csv", file.getvalue())
-    write_atomically(folder / "report.json", json.dumps(for_scripts(found, summary, arms), indent=2) + "\n")
-    machines = known_values(run.machine for run in records)
+    origin = {"machines": machines, "commits": commits, "seconds": sum(run.seconds or 0.0 for run in records)}
+    write_atomically(folder / "report.json", json.dumps(for_scripts(found, summary, arms) | origin, indent=2) + "\n")
     about = [f"`{command}`" if command else "", "; ".join([seeds_of(found), *machines]), *HOW_TO_READ]
     sections = [*summary]
     if found.arms:
         sections += ["## Comparison", comparison_table(found)]
     if found.trends:
-        sizes = "; ".join(f"{size}: {flops:.2g}" for size, flops in found.flops.items())
+        sizes = f"{'; '.join(f'{size}: {flops:.2g}' for size, flops in found.flops.items())}."
         slopes = [[arm.name, *columns_of(slope)] for arm, slope in found.trends.items()]
         ladder = table(["arm", "slope for each doubling (n)", "trend", "p", "detectable"], slopes)
-        sections += ["## Effect over compute", f"{LADDER}{sizes}.", ladder]
+        sections += ["## Effect over compute", LADDER + sizes, ladder]
     if found.search:
         sections += ["## Learning rates", SEARCH, search_table(found)]
     first, last = ("\n\n".join(filter(None, part)) for part in (sections, about))
@@ -279,7 +272,8 @@ def make_report(folder: Path, records: list[Record], command: str = "") -> list[
         parts.append(figure(plot, alt=f"{name} of the arms"))
     parts.append(details("How to read this", markdown(last)))
     parts.append(details("Settings of the first arm", settings_list(records[0].options)))
-    write_atomically(folder / "report.html", page(folder.resolve().name, parts))
+    title = f"{folder.resolve().name}: {listed([*{arm.without_size.name: 0 for arm in found.arms or found.search}])}"
+    write_atomically(folder / "report.html", page(title, parts))
     return [*filter(None, summary)]
 
 
@@ -287,16 +281,17 @@ def arm_rows(found: Comparison) -> list[Row]:
     """The rows of arms.csv."""
     rows = []
     for arm in found.ordered:
-        group, run = found.arms[arm], found.arms[arm].runs[0]
-        mean = Finding([*group.bpb.values()], len(group.runs))
+        group = found.arms[arm]
+        run = group.runs[0]
+        mean = Finding([*group.bpb.values()], len(group.runs)).row
         row = {
             "arm": arm.name,
             **dict(arm.factors),
             "lr": run.lr,
-            "seeds": mean.planned,
-            "n": len(mean.values),
-            "val_bpb": mean.row.get("difference"),
-            "val_bpb_half_width": mean.row.get("half_width"),
+            "seeds": len(group.runs),
+            "n": len(group.bpb),
+            "val_bpb": mean.get("difference"),
+            "val_bpb_half_width": mean.get("half_width"),
             "diverged": sum(run.diverged for run in group.runs),
             "dtype": run.options.get("dtype"),
             **{name: getattr(run, name) for name in (*COSTS, "lost")},
@@ -316,15 +311,18 @@ def for_scripts(found: Comparison, summary: list[str], arms: list[Row]) -> Row:
         "arms": arms,
         "comparisons": pairs,
         "slopes": slopes,
+        "tests": found.tests,
+        "correction": "Holm",
         "alpha": ALPHA,
         "margin": MARGIN,
         "tuned": found.tuned,
+        **{name: known_values(found.runs, name) for name in ("data", "tokenizer", "dtype")},
     }
 
 
-def known_values(values: Iterable[str | None]) -> list[str]:
-    """The distinct ones that are not empty, in alphabetical order."""
-    return sorted({*filter(None, values)})
+def known_values(runs: Sequence[Record], name: str) -> list[str]:
+    """Those of a column of runs.csv or an option, in alphabetical order."""
+    return sorted({(vars(run) | run.options).get(name, "") for run in runs} - {""})
 
 
 def seeds_of(found: Comparison) -> str:
@@ -336,12 +334,13 @@ def figures_of(found: Comparison) -> dict[str, "Figure"]:
     """The plots of a report, by the names of their files."""
     figures = {}
     styles = arm_styles(found.arms)
-    seeds = seeds_of(found)
     if found.found:
-        figures["differences"] = plot_differences(found.found, f"Difference from {found.against}, {seeds}", styles)
+        figures["differences"] = plot_differences(
+            found.found, f"Difference from {found.against}, {seeds_of(found)}", styles
+        )
     ended = [run for arm in found.ordered for run in found.arms[arm].runs if run.ended and run.log]
     if ended:
-        figures["curves"] = plot_curves(ended, styles, f"Means of {seeds}")
+        figures["curves"] = plot_curves(ended, styles, f"Means of {seeds_of(found)}")
     # Of each arm's last seed.
     watched = {run.arm.name: log for run in ended if (log := read_rows(run.path / "watch.jsonl"))}
     if watched:

@@ -57,13 +57,14 @@ def estimate_mean(values: Sequence[float], slack: float = 0.0) -> Estimate:
 
 
 def detectable(values: Sequence[float], slack: float, comparisons: int) -> float:
-    """About the smallest true mean that four of five experiments detect with as much noise.
+    """About the smallest true mean that four of five experiments detect, on average over samples like `values`.
 
-    The test is corrected for so many comparisons, by the strictest of Holm's steps.
+    Corrected for so many comparisons, by the strictest of Holm's steps. results/reports/simulate.py checks it.
     """
     degrees = len(values) - 1
-    strict = t_quantile(degrees, 1 - (1 - CONFIDENCE) / comparisons) + t_quantile(degrees, 2 * POWER - 1)
-    return slack + strict * stdev(values) / math.sqrt(len(values))
+    t, power = t_quantile(degrees, 1 - (1 - CONFIDENCE) / comparisons), t_quantile(degrees, 2 * POWER - 1)
+    room = math.hypot(math.asinh(power / math.sqrt(degrees)), math.log1p(power / t))
+    return slack + t * math.exp(room) * stdev(values) / math.sqrt(len(values))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -72,11 +73,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
     Rejecting where the result is at most 0.05 rejects any true hypothesis with probability at most 5%, however the
     tests depend on each other. A test that was not possible counts if its p-value is 1.
     """
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, (p, index) in enumerate(sorted((p, index) for index, p in enumerate(p_values))):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p))
-        corrected[index] = largest
-    return corrected
+    order, n = np.argsort(p_values), len(p_values)
+    corrected = np.zeros(n)
+    corrected[order] = np.maximum.accumulate(np.minimum(1, np.sort(p_values) * np.arange(n, 0, -1)))
+    return corrected.tolist()
 
 
 def t_tails(t: float, degrees: int) -> float:

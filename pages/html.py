@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 WIDTH = 5.5  # inches of a figure: the text of a paper is as wide, and letters are large enough on a phone
 Style = dict[str, Any]  # keywords of matplotlib, for a line or a legend
-# Colors follow the browser's light or dark theme. Wide tables scroll on their own.
+# Colors follow the browser's light or dark theme. Wide tables scroll below their first column; a shadow says so.
 STYLE = """
 :root { color-scheme: light dark; }
-body { font: 1rem/1.5 system-ui, sans-serif; max-width: 64rem; margin: auto; padding: 1rem; overflow-wrap: anywhere; }
-h1, p, pre, img { max-width: 46rem; }
-h1 { font-size: 1.6rem; }
+body { font: 1rem/1.5 system-ui, sans-serif; max-width: 80rem; margin: auto; padding: 1rem; overflow-wrap: anywhere; }
+h1, p, pre, img { max-width: 46rem; } h1 { font-size: 1.6rem; }
 table, figure { display: block; overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-td + td { white-space: nowrap; }
+table { background: linear-gradient(270deg, Canvas 2rem, #0000 4rem) local, linear-gradient(270deg, #888, #0000 2rem); }
+td + td { white-space: nowrap; } :is(td, th):first-child { position: sticky; left: 0; background: Canvas padding-box; }
 th, td { padding: 0.2rem 0.6rem 0.2rem 0; border-bottom: 1px solid #8886; text-align: left; vertical-align: top; }
-th { vertical-align: bottom; }
+th { vertical-align: bottom; } td:first-child:nth-last-child(n + 11) ~ td { white-space: normal; }
 pre { padding: 0.6rem; border: 1px solid #8886; font-size: 0.85rem; white-space: pre-wrap; }
 img { display: block; width: 100%; background: white; }
 @media (prefers-color-scheme: dark) { img { filter: invert(0.93) hue-rotate(180deg); } }

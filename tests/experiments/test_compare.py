@@ -1,6 +1,7 @@
 """`ablate.py compare` on run directories that the project's own writers made. `test_report` tests its sentences."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def make(template, tmp_path, monkeypatch):
     def write(name: str, bpb: float | None = None, **changed) -> str:
         run = read_run_file(template / "run.json")
         run["tokenizer"] |= {name: changed.pop(name) for name in ("lost", "hash") if name in changed}
+        run["corpus"]["name"] = changed.pop("text", run["corpus"]["name"])
+        run["resumed"] = [{"commit": changed.pop("commit", run["commit"])}]
         run["resolved"] |= changed
         Path(name).mkdir(parents=True)
         write_run_file(Path(name, "run.json"), run)
@@ -61,6 +64,8 @@ def test_runs_are_paired_by_seed_and_all_files_are_written(make, capsys):
     assert page[0] + "\n" in capsys.readouterr().out
     assert {path.name for path in Path("out").iterdir()} >= {"runs.csv", "arms.csv", "report.json", "report.html"}
     assert "tokenizer=bytes@ab lossy (25%) (val_bpb 2.5000" in compared("a0", make("d", 2.5, hash="ab", lost=0.25))[0]
+    page = compared("a0", make("e", 2.5, norm="dyt", text="other", commit="zzz"))
+    assert "dyt +0.500" in page[0] and " of text, float" in page[1] and page[1].endswith(" and zzz.")
     for name, value in {"batch_size": 4, "context": 8, "eval_tokens": 99}.items():
         assert compared("a0", make(name, 2.5, **{name: value}))[0].startswith("Not compared, as no other arm has ")
 
@@ -99,16 +104,17 @@ def test_runs_of_one_name_are_told_apart_although_they_diverged_at_once(make):
         runs = [make(f"d{bpb}/{seed}", bpb + seed, seed=seed, norm=norm, lr=lr) for seed in range(3)]
         Path(runs[0], "metrics.jsonl").write_text('{"step": 3, "not_finite": true}\n')
     page = compared(*map(str, Path().glob("d*/*")))
-    assert "undecided, as runs diverged" in page[0] and sum("| 1 of 3 |" in line for line in page) == 3
+    assert page[0].count("undecided, as 1 of its 3 runs d") == 2 and sum("| 1 of 3 |" in line for line in page) == 3
+    assert page[0].endswith("; 1 of derf lr=0.2's 3 runs diverged.")
 
 
 def test_what_is_no_run_or_damaged_is_refused_in_a_line_and_nothing_is_written(make, refused):
     Path(shutil.copytree(make("a", 2.0), "log"), "metrics.jsonl").write_text("garbage\n")
     Path(shutil.copytree("a", "run"), "run.json").write_text("{}")
     Path("csv").mkdir()
-    Path("csv/runs.csv").touch()
-    wrong = {"csv": "csv/runs.csv lacks the column 'lr'", "log": "log/metrics.jsonl is d", "run": "run/run.json"}
-    wrong |= {"x": "x has no run.json and no runs.csv"}
+    os.mkfifo("csv/runs.csv")  # it would be waited for
+    wrong = {"log": "log/metrics.jsonl is d", "run": "run/run.json"}
+    wrong |= {name: f"{name} has no run.json and no runs.csv" for name in ("x", "csv")}
     for name, error in wrong.items():
         assert error in refused(ablate.main, ["compare", "a", name, "--out", "out"])
     assert "at least two runs, not 1; name fo" in refused(ablate.main, ["compare", "a", "a/run.json", "--out", "out"])

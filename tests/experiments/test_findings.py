@@ -36,14 +36,6 @@ def ladder(losses: np.ndarray, effects: tuple[float, ...] = (0.0, 0.0, 0.0)) -> 
     return [replace(run, flops=FLOPS[run.arm.size]) for run in runs]
 
 
-def test_differences_are_paired_by_seed_where_neither_diverged():
-    """Without all seeds, there is no p-value."""
-    (found,) = compare(records({"rmsnorm": [1.0, None, 3.0], "dyt": [None, 1.0, 3.5]})).pairs.values()
-    assert found.values == [0.5] and not found.complete and found.p is None
-    (found,) = compare([*records({"rmsnorm": [1.0]}), record(PLAIN[1], 9, 2.0)]).pairs.values()
-    assert found.verdict[1] == "no seed is in common"
-
-
 @pytest.mark.parametrize(
     "values, p, verdict",
     [
@@ -80,20 +72,29 @@ def test_a_regret_is_of_the_rate_that_was_used_and_of_runs_near_the_parabola():
     ],
 )
 def test_a_trend_is_the_slope_of_each_seed_over_the_logarithm_of_flops(effects, shown, regrets):
-    """Against numpy's line through the effects of each seed. There is none if a size lacks runs or has fewer seeds."""
+    """Against numpy's line through the effects of each seed that all sizes have. What is not tested has a reason."""
     (slope,) = compare(runs := ladder(LOSSES, effects)).trends.values()
     x = np.log2([*FLOPS.values()])
     lines = np.polyfit(x, LOSSES[1::2] + np.reshape(effects, (3, 1)) - LOSSES[::2], 1)
     assert slope.values == pytest.approx(lines[0]) and slope.doublings == pytest.approx(np.log2(100))
     assert slope.verdict == (shown, "") and slope.words == shown + " at this rate" * (shown != "no trend shown")
-    (alone,) = compare(ladder(LOSSES[:, :1], effects)).trends.values()
-    assert alone.verdict == ("no trend shown", "a single seed")
-    for seeds in ((), (1, 2, 3)):
-        (slope,) = compare([run for run in runs if run.arm != ARMS[3] or run.seed in seeds]).trends.values()
-        assert slope.p is None and slope.verdict[0] == "no trend shown"
-    others = [replace(run, arm=Arm((run.arm.factors[0], ("norm", "derf")))) for run in runs if run.arm in ARMS[1::2]]
-    moved = [run for run in [*runs, *others] if run.arm != ARMS[2]]  # one size has another baseline
-    assert {each.p for each in compare(moved).trends.values()} == {None}
+    few = {1: ("not tested", "there is a single seed"), 2: ("no trend shown", "two seeds are too few to tell")}
+    for seeds, verdict in few.items():
+        assert compare(ladder(LOSSES[:, :seeds], effects)).trends[PLAIN[1]].verdict == verdict
+    (slope,) = compare([run for run in runs if run.arm != ARMS[3] or run.seed != 1]).trends.values()
+    assert slope.values == pytest.approx(np.delete(lines[0], 1)) and slope.p is not None
+    assert not compare([replace(run, flops=1e9) for run in runs]).trends
+    none, text = {"val_loss": None, "val_bpb": None}, "{} of dim={}'s 4 runs {}"
+    for chosen, values, tests, reason in (  # what was planned counts for Holm's method
+        (runs[2::6], {}, 2, "dim=64 has no run of rmsnorm"),
+        (runs[3::6], {}, 2, "dim=64 has no run of dyt"),
+        (runs[5::6], {"seed": 9}, 2, "no seed is in common"),
+        (runs[3:4], none | {"diverged": True}, 4, text.format(1, "64 dyt", "diverged")),
+        (runs[4::12], none, 4, text.format(2, "96 rmsnorm", "did not end")),
+    ):
+        made = [replace(run, **values) if run in chosen else run for run in runs if values or run not in chosen]
+        (slope,) = (found := compare(made)).trends.values()
+        assert (slope.verdict, slope.p, found.tests) == (("not tested", reason), None, tests)
     assert compare([*runs, *records({"rmsnorm": [1.0]})]).trends[PLAIN[1]].values == pytest.approx(lines[0])
     (tuned,) = compare(regrets(runs, 0.001)).trends.values()
     x -= x.mean()

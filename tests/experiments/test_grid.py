@@ -16,7 +16,7 @@ import ablate
 import runtime.run
 from config import FIELDS, configure, flag_name
 from experiments.ablation import resolve_ablation, run_ablation
-from experiments.arms import ladder, resolve_arms
+from experiments.arms import ladder, resolve_arms, resolve_factors
 from experiments.grid import Cell, Grid, resolve_devices
 from experiments.rates import Optimum
 from experiments.records import RESUMED_WITH, Arm, read_csv
@@ -104,13 +104,16 @@ def test_arms_share_a_column_and_a_validation_text_and_count_the_tokens_of_whole
     assert [costs["tokens"] for costs in grid.costs.values()] == [4 * 4 * 16]  # steps, rows and context
 
 
-def test_unsupported_arms_are_skipped_with_the_reason():
+def test_unsupported_arms_are_skipped_with_the_reason_and_batches_alone_are_refused():
     wanted = [Arm.of(norm=norm, placement=place) for norm in ("rmsnorm", "none") for place in ("post", "mix")]
     found = resolve_arms(wanted, {"device": "cpu", "dtype": "float32"})
     assert list(found) == wanted[:2]
     assert [line[:22] for line in warned[-2:]] == ["skipped: none post, as", "skipped: none mix, as "]
     with pytest.raises(ValueError, match=r"^the first arm, none post, is the baseline .*; choose pre or rezero"):
         resolve_arms(wanted[2:], {"device": "cpu", "dtype": "float32"})
+    with pytest.raises(ValueError, match="or context alone: only runs with the same batches are"):
+        resolve_factors(["rmsnorm"], [], ["context=8,16", "batch-size=4,8"], {})
+    assert len(resolve_factors(["rmsnorm", "dyt"], [], ["context=8,16"], {})) == 4
 
 
 def test_a_size_has_heads_and_steps_for_its_width(text, capsys):
@@ -189,6 +192,8 @@ def test_every_option_that_can_change_a_result_must_be_that_of_the_run(resolve):
         write_run_file(file, run | {name: run[name] | {"hash": "another"}, "resolved": resolved})
         with pytest.raises(ValueError, match=f"the run in .* has --{flag} .*@another, not .*; choose another --out"):
             resolve("--seeds 1 --seed 0")
+    write_run_file(file, run | {"corpus": run["corpus"] | {"name": "renamed"}, "resolved": resolved})
+    grid.record(cell)
     write_run_file(file, run | {"resolved": resolved | {"cuda_graph": False}})  # of 5a132b0
     resolve("--seeds 1")
     write_run_file(file, run | {"resolved": resolved | {"device": "cuda:1"}})  # a card is as good as another
@@ -205,6 +210,7 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds(resolve, undrawn, m
             finish(grid, Cell(arm, lr, 1005), 2 + 0.02 * math.log(lr / vertex) ** 2 + 0.005 * (-1) ** number)
     monkeypatch.setattr(Grid, "start", lambda grid, cell, device: pytest.fail(f"{cell.name} would be trained"))
     assert run_ablation(grid, "command")[0].startswith("Compared with rmsnorm, each at its own best learning rate: dyt")
+    assert "search: 10 runs at first, in all usually 1.2 to 3 times as many, and at most 98" in warned
     rows = [(run.arm.name, run.lr, run.seed) for run in read_csv(grid.folder / "runs.csv")]
     assert rows[:4] == [(norm, lr, seed) for seed in (5, 6) for norm, lr in (("rmsnorm", 0.02), ("dyt", 0.121))]
     assert len(rows) == 4 + 11 and {seed for _, _, seed in rows[4:]} == {1005}

@@ -76,6 +76,9 @@ def test_runs_csv_comes_back_as_it_was(tmp_path, undrawn):
         ("0.01,1,", "fast,1,", ", line 3: lr is 'fast', not of type float"),
         ("0.01,1,", ",1,", ", line 3 has no learning rate or no seed"),
         ("0.01,1,", "inf,1,", ", line 3: lr is 'inf', not of type float"),
+        (",20\n", ",many\n", ", line 2: steps is 'many', not of type int"),
+        (",20\n", ",0\n", ", line 2 has no steps"),
+        ("0.01,1,", "-1,1,", ", line 3: lr is '-1', not of type float or below 0"),
         ("python@123456789abc", "a,b", ", line 2 does not have"),
         (None, "", " lacks the column 'lr'"),
     ],
@@ -90,6 +93,7 @@ def test_what_is_no_runs_csv_is_refused_in_a_line_that_names_it(old, new, messag
 
 
 GEMMA: dict[str, Any] = {"recipe": "gemma3", "placement": "sandwich", "activation": "gelu"}
+FREE = dict(attention_bias="true", rope_theta="5e5", rotary_fraction="0.5", tie_embeddings="false", dropout="0.1")
 LOSSY = {"tokenizer": "hf@a", "vocab_size": "9", "lost": 0.1}
 STAR: list[dict[str, Any]] = [{"dim": "32"}, {"clip": "0"}, {"lr": "0.1"}, {"momentum": "0.5"}]  # all four are needed
 
@@ -101,7 +105,9 @@ STAR: list[dict[str, Any]] = [{"dim": "32"}, {"clip": "0"}, {"lr": "0.1"}, {"mom
         ([{"lost": 0.1}, {"clip": "0", "lost": 0.2}], ["clip=1 lossy (10%)", "clip=0 lossy (20%)"], []),
         ([{}, {"steps": "1000", "warmup": "50"}], ["steps=20", "steps=1000"], ["warmup"]),
         ([{}, {"lr": "0.03"}, {"lr": "0.03", "seed": 1}], ["lr=0.015", "lr=0.03", "lr=0.03"], []),
-        ([{}, GEMMA | {"dropout": "0.1"}], ["llama", "gemma3"], ["dropout"]),
+        ([{}, GEMMA | FREE], ["llama", "gemma3"], [*FREE]),
+        ([{"hidden_dim": "352"}, GEMMA | {"hidden_dim": "384", "heads": "4"}], ["llama"], ["heads", "hidden_dim"]),
+        ([{"hidden_dim": "352"}, GEMMA | {"hidden_dim": "704", "dim": "256"}], ["llama", "gemma3"], []),
         ([{}, GEMMA, GEMMA | {"clip": "0"}], ["llama clip=1", "gemma3 clip=1", "gemma3 clip=0"], []),
         ([{}, *STAR], ["dim=128 lr=0.015 momentum=0.85 clip=1", "dim=32 lr=0.015 momentum=0.85 clip=1"], []),
         ([{"folder": "x"}, {"folder": "y"}], ["x", "y"], []),  # the same options and seed
@@ -133,7 +139,3 @@ def test_factors_of_an_ablation_are_kept_and_those_of_two_ablations_joined():
     assert names(*(replace(run, folder="x/more", seed=5) for run in runs)) == ["rmsnorm", "dyt"]
     earlier = (replace(run, folder="x/old", seed=5, settings={}) for run in runs)
     assert names(*earlier) == ["rmsnorm folder", "dyt folder", "rmsnorm old", "dyt old"]
-    tuned = [*runs, *search(arms[0], {0.02: [2.0], 0.03: [2.0]})]
-    named = name_arms([replace(run, folder=folder, settings={}) for folder in ("x", "y") for run in tuned])[0]
-    again = name_arms([replace(run, folder="report") for run in named])[0]
-    assert [run.arm for run in again] == [run.arm for run in named]
