@@ -259,6 +259,7 @@ def test_another_machine_does_not_change_a_run(monkeypatch):
         with pytest.raises(ValueError, match="--device cuda:99: "):
             options(flags, run)
     monkeypatch.setattr("runtime.run.pick_device", torch.device)
+    monkeypatch.setattr("torch.mps.recommended_max_memory", lambda: 96 << 30)
     assert changes(options("", run_of()), options("--device mps", run_of())) == {"device": "mps"}
     monkeypatch.setattr("runtime.run.has_device", lambda name: True)
     assert options("", run_of(device="mps"))["device"] == "mps"
