@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from data.batches import evaluation_batches, training_batch
 from data.tokenizer import NoTokenizer, Tokenizer
 from files import BadInput, lock_file, require
-from generate import TextStream, generate
 from machine import distributed
 from machine.device import autocast, deterministic, set_up_cpu, to_device
 from machine.process import NotFinite, Stopped, bad_input, exit_codes, missing_packages, stop_requests
@@ -44,6 +43,7 @@ from runtime.plugins import command_to_type, import_files, import_flags
 from runtime.run import Run, describe_run, open_run
 from runtime.run_dir import LOCK, check_has_no_run, read_rows
 from runtime.watch import Watch
+from sampling import TextStream, generate
 
 LOG_EVERY = 10  # steps between log entries of the training loss
 EVAL_BATCH_TOKENS = 1 << 12  # minimum tokens per evaluation batch

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from config import DEVICES, Asked, ModelConfig, TrainConfig, check_values, option
-from generate import cast_matrices, generate
 from machine.device import autocast, check_compile, peak_memory
 from model import Llama
 from norms import KINDS, TRAITS, build_norm
@@ -26,6 +25,7 @@ from optim import hidden_matrices
 from roles import matrices
 from runtime.acceleration import fast_decoder
 from runtime.run import Run, read_config_file, resolve
+from sampling import cast_matrices, generate
 from train import Trainer
 
 Call = Callable[[], Any]

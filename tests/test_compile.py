@@ -19,10 +19,10 @@ from torch._dynamo import lookup_backend
 import train
 from config import ModelConfig
 from fast.compiled import CompiledDecoder
-from generate import Sampling, stream_ids
 from machine.device import check_compile
 from model import Llama
 from runtime.parallel import Objective
+from sampling import Sampling, stream_ids
 from tests.random_values import randomize
 
 SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, context=16, vocab_size=29)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 import generate as command
 from config import ModelConfig
 from data.tokenizer import ByteTokenizer, train_tokenizer
-from generate import Sampling, TextStream, draw, generate, max_new_tokens, stream_ids, stream_text
 from model import LayerCache, Llama
 from runtime.checkpoint import save_checkpoint
+from sampling import Sampling, TextStream, draw, generate, keep_top_p, max_new_tokens, stream_ids, stream_text
 from tests.random_values import randomize
 
 CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=48, vocab_size=257)
@@ -78,7 +78,7 @@ def test_draw_follows_the_filtered_probabilities(sampling, kept):
 
 def test_a_token_of_probability_0_is_never_sampled_and_reaching_p_is_enough():
     """Not even by the number 0, which a generator can return."""
-    kept = command.keep_top_p(torch.tensor([[0.05, 0.5, 0.15, 0.3], [0.25] * 4], dtype=torch.float64).log(), 0.5)
+    kept = keep_top_p(torch.tensor([[0.05, 0.5, 0.15, 0.3], [0.25] * 4], dtype=torch.float64).log(), 0.5)
     assert kept.isfinite().sum(-1).tolist() == [1, 2]
     logits = torch.tensor([[5.0, 0.0, 6.0, 1.0]])
     points = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
@@ -93,8 +93,8 @@ def stream(model: Llama, prompt: list[int], sampling: Sampling, samples: int = 1
     found = []
     for device in ("cuda", "cpu"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(command, "AHEAD", device)
-            patch.setattr(command, "start_reading", lambda x: x.clone().tolist)
+            patch.setattr("sampling.AHEAD", device)
+            patch.setattr("sampling.start_reading", lambda x: x.clone().tolist)
             found.append([*stream_ids(model, torch.tensor([prompt] * samples), sampling, END)])
     assert found[0] == found[1]
     return found[0]
@@ -162,7 +162,7 @@ def test_generate_appends_the_sampled_ids(model):
         new = generate(model, ids, **options)
         assert new.dtype == torch.int64 and torch.equal(new, expected[0])
     assert len(generate(model, [7])) == CONFIG.context  # as many as fit
-    assert max_new_tokens([], Sampling(), 100_000) == 256
+    assert max_new_tokens([], Sampling(), 100_000) == 256 and command.generate is generate
 
 
 def test_memory_is_for_the_tokens_that_are_generated(model, monkeypatch):

@@ -13,12 +13,12 @@ import torch
 from config import ModelConfig
 from fast.compiled import CompiledDecoder
 from fast.decode import unsupported
-from generate import cast_matrices
 from model import Llama
 from norms.placement import PLACEMENTS
 from roles import matrices
 from runtime.huggingface.architectures import to_theirs
 from runtime.watch import measure_sites
+from sampling import cast_matrices
 from tests.random_values import drawn, randomize
 
 SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, hidden_dim=48, context=16, vocab_size=29)

@@ -19,12 +19,12 @@ import generate as command
 import train
 from config import ModelConfig
 from data.tokenizer import SentencePieceTokenizer, train_tokenizer
-from generate import Sampling, generate, stream_ids
 from model import Llama
 from recipes import RECIPES
 from runtime.checkpoint import load_pretrained, save_pretrained
 from runtime.huggingface.architectures import ARCHITECTURES, to_theirs
 from runtime.huggingface.directory import TOKEN_IDS
+from sampling import Sampling, generate, stream_ids
 from tests.random_values import fp32_is_float64, randomize
 
 transformers = pytest.importorskip("transformers")

@@ -16,8 +16,8 @@ from recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
 GROUND = ["files", "norms", "data", "machine"]
-ORDER = [*GROUND, "recipes", "config", "roles", "model", "optim", "fast", "runtime", "pages", "generate", "train"]
-ORDER += ["experiments", "ablate", "bench"]
+ORDER = [*GROUND, "recipes", "config", "roles", "model", "optim", "sampling", "fast"]
+ORDER += ["runtime", "pages", "train", "generate", "experiments", "ablate", "bench"]
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in ROOT.rglob("*.py")

@@ -22,7 +22,6 @@ import train
 from config import TrainConfig
 from data.tokenizer import ByteTokenizer, train_tokenizer
 from files import ROOT, warned
-from generate import TextStream
 from machine import distributed
 from machine.process import NotFinite
 from model import Llama
@@ -33,6 +32,7 @@ from runtime.checkpoint import find_checkpoint, load_pretrained
 from runtime.flags import read_train
 from runtime.run import Run, open_run
 from runtime.run_dir import read_run_file, read_samples, write_run_file
+from sampling import TextStream
 
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
 

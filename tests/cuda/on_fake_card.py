@@ -19,7 +19,7 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__, "-q", "-p", "no:cacheprovider", "-o", "filterwarnings="]))
 
-import generate
+import sampling as sampler
 import train
 from machine.device import autocast
 from model import Llama
@@ -101,10 +101,10 @@ def test_generation_waits_once_for_each_token(sampling, samples, make_run):
     run, found, launches = make_run("--dtype bfloat16"), [], []
     with fake_card() as waits, torch.inference_mode(), autocast(CARD, run.dtype):
         model = Llama(run.model_config).to(CARD).eval()
-        generate.cast_matrices(model, run.dtype)
+        sampler.cast_matrices(model, run.dtype)
         prompts = torch.tensor([[5, 6, 7]] * samples, device=CARD if samples > 1 else "cpu")
         waits.take()
-        for ids in generate.stream_ids(model, prompts, generate.Sampling(tokens=3, **sampling), ends=256):
+        for ids in sampler.stream_ids(model, prompts, sampler.Sampling(tokens=3, **sampling), ends=256):
             assert len(ids) == samples
             found.append(waits.take())
             launches.append(waits.launches)

@@ -20,9 +20,9 @@ from data.tokenizer import ByteTokenizer
 from fast import decode
 from fast.decode import FastDecoder, accelerate
 from files import ROOT
-from generate import cast_matrices, generate
 from model import MLP, LayerCache, Llama
 from runtime.checkpoint import save_pretrained
+from sampling import cast_matrices, generate
 from tests.random_values import randomize
 
 TOKENS = torch.randint(0, 61, (3, 17), generator=torch.Generator().manual_seed(0))

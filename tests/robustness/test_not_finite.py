@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import generate
+import sampling as sampler
 import train
 from machine.process import NotFinite
 from model import Llama
@@ -63,8 +63,8 @@ def test_the_run_ends_and_saves_nothing_bad(what, at, dtype, flags, tmp_path, en
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_k": 5, "top_p": 0.5, "min_p": 0.1}], ids=str)
 @pytest.mark.parametrize("value, ahead", [(math.nan, "cuda"), (math.inf, "cuda"), (math.nan, "cpu")])
 def test_no_token_is_drawn_from_logits_that_are_not_finite(sampling, value, ahead, monkeypatch):
-    monkeypatch.setattr(generate, "AHEAD", ahead)
-    monkeypatch.setattr(generate, "start_reading", lambda x: x.clone().tolist)
+    monkeypatch.setattr(sampler, "AHEAD", ahead)
+    monkeypatch.setattr(sampler, "start_reading", lambda x: x.clone().tolist)
     model, calls = Llama(dim=16, layers=1, heads=1, context=16, vocab_size=11), itertools.count()
 
     def next_logits(model: Llama, *args: Any) -> Tensor:
@@ -75,4 +75,4 @@ def test_no_token_is_drawn_from_logits_that_are_not_finite(sampling, value, ahea
 
     monkeypatch.setattr(Llama, "next_logits", next_logits)
     with pytest.raises(NotFinite, match="logit of the model is not finite"):
-        generate.generate(model, torch.tensor([[1, 2], [3, 4], [5, 6]]), tokens=8, **sampling)
+        sampler.generate(model, torch.tensor([[1, 2], [3, 4], [5, 6]]), tokens=8, **sampling)
