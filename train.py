@@ -32,7 +32,6 @@ from machine.process import NotFinite, Stopped, bad_input, exit_codes, missing_p
 from model import Llama
 from norms.placement import PLACEMENTS
 from optim import learning_rate, make_optimizers
-from pages.progress import Progress, losses_line
 from pages.run import write_page
 from roles import draw_weights, matrices
 from runtime import checkpoint as checkpoints
@@ -40,6 +39,7 @@ from runtime.flags import read_keywords, read_train, to_flags
 from runtime.huggingface.directory import read_config, read_model, stored_state
 from runtime.parallel import Parallel, matrices_on_meta
 from runtime.plugins import command_to_type, import_files, import_flags
+from runtime.progress import Progress, losses_line
 from runtime.run import Run, describe_run, open_run
 from runtime.run_dir import LOCK, check_has_no_run, read_rows
 from runtime.watch import Watch
@@ -133,7 +133,7 @@ class Trainer:
         description = describe_run(run, sum(weight.numel() for weight in self.model.parameters()))
         with deterministic(config.deterministic), stop_requests() as signals, ExitStack() as opened:
             if distributed.is_main():
-                self.progress = opened.enter_context(Progress(run, description, self.step))
+                self.progress = opened.enter_context(Progress(run, description, self.step, write_page))
             self.loop(signals)
         if self.progress:
             self.progress.print_summary(self.seconds())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import train
-from pages.progress import tqdm
+from runtime.progress import tqdm
 
 RUN = "--dim 32 --layers 2 --heads 4 --context 32 --batch-size 8 --micro-batch-size 4 --tokenizer bytes --device cpu "
 RUN += "--dtype float32 --steps 13 --eval-every 10 --save-every 10"
@@ -36,7 +36,7 @@ def test_seconds_and_tokens_of_a_run_that_is_resumed(tmp_path, text, monkeypatch
     taking(7, train.checkpoints, "save_checkpoint")
     shown = []
     monkeypatch.setattr(tqdm, "set_postfix_str", lambda bar, figures, **options: shown.append(figures))
-    monkeypatch.setattr("pages.progress.peak_memory", lambda device: 2.54e9)
+    monkeypatch.setattr("runtime.progress.peak_memory", lambda device: 2.54e9)
     out, speed = tmp_path / "run", TOKENS / 2.0
     flags = [*RUN.split(), "--data", str(text), "--cache-dir", str(tmp_path / "cache"), "--out", str(out)]
 

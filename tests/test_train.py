@@ -95,13 +95,12 @@ def test_run_learns_and_writes_all_files(command, capsys):
 def test_a_report_is_drawn_when_a_run_ends_or_stops(command, monkeypatch, tmp_path):
     """And between, at an evaluation, if the last one is old. Stopped before an evaluation, it says so."""
     drawn = list[int]()
-    for module in ("train", "pages.progress"):
-        monkeypatch.setattr(f"{module}.write_page", lambda folder, _: drawn.append(read_metrics(folder)[-1]["step"]))
+    monkeypatch.setattr(train, "write_page", lambda folder, _: drawn.append(read_metrics(folder)[-1]["step"]))
     for flags, steps in (("", [6]), ("--resume", [6]), ("--resume --steps 8", [8])):
         command(f"--steps 6 --eval-every 2 {flags}")
         assert drawn == steps
         drawn.clear()
-    monkeypatch.setattr("pages.progress.EVERY", 0)
+    monkeypatch.setattr("runtime.progress.EVERY", 0)
     command("--steps 6 --eval-every 2", "other")
     assert drawn == [2, 4, 6]
     monkeypatch.undo()
@@ -510,7 +509,7 @@ def test_a_resumed_run_says_what_changes_and_keeps_its_first_command(command, ca
 def test_a_tracker_continues_with_the_run(command, monkeypatch):
     """Under its id, from the step on at which it is resumed. Another run with the same options has its own id."""
     made = MagicMock()
-    monkeypatch.setattr("pages.progress.open_tracker", made)
+    monkeypatch.setattr("runtime.progress.open_tracker", made)
     for flags, out in (("--steps 2", "run"), ("--steps 3 --resume", "run"), ("--steps 2", "other")):
         command(flags, out)
     (first, start), (again, step), (other, _) = ((call.args[2]["id"], call.args[3]) for call in made.call_args_list)

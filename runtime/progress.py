@@ -1,7 +1,9 @@
-"""What a run says and leaves while it trains, on rank 0: its log, the progress bar, samples, and the report."""
+"""What a run says and leaves while it trains, on rank 0: run.json, its logs, the progress bar, and its page."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -9,7 +11,6 @@ from tqdm.auto import tqdm
 from data.tokenizer import NoTokenizer
 from machine.device import peak_memory
 from machine.process import NotFinite, Stopped
-from pages.run import write_page
 from runtime.plugins import command_to_type
 from runtime.run import Run
 from runtime.run_dir import Log, Row, RunFile, continued, keep_rows, open_tracker, write_run_file
@@ -18,11 +19,14 @@ EVERY = 30  # seconds between lines where there is no progress bar, and between 
 
 
 class Progress(ExitStack):
-    """Opens the run directory at `step`: writes run.json from its `description`, and drops what came after the step."""
+    """Opens the run directory at `step`: writes run.json from its `description`, and drops what came after the step.
 
-    def __init__(self, run: Run, description: RunFile, step: int):
+    `write_page` draws the page of a run directory, with gzip's bits per byte of the validation text.
+    """
+
+    def __init__(self, run: Run, description: RunFile, step: int, write_page: Callable[[Path, float | None], None]):
         super().__init__()
-        self.run, config = run, run.config
+        self.run, self.write_page, config = run, write_page, run.config
         if run.earlier:
             description = continued(run.earlier, description, step)
             keep_rows(run.folder / "metrics.jsonl", step)  # before a new --save-every is in run.json
@@ -66,7 +70,7 @@ class Progress(ExitStack):
         self.bar.write(f"step {row['step']}: {losses_line(row['val_loss'], row['val_bpb'])}{note}")
 
     def report(self) -> None:
-        write_page(self.run.folder, self.run.data.val_gzip_bpb)
+        self.write_page(self.run.folder, self.run.data.val_gzip_bpb)
         self.reported = time.perf_counter()
 
     def print_summary(self, seconds: float) -> None:
