@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -158,18 +157,3 @@ def lock_file(path: Path, wait: bool = False) -> Iterator[None]:
                 print(f"waiting for another process, which holds {path}", file=sys.stderr)
                 fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def commit() -> str | None:
-    """The commit of this code and, if code differs from it, a hash of the files that do. None outside a clone."""
-    if not (ROOT / ".git").exists() or not shutil.which("git"):
-        return None
-
-    def git(command: str) -> str:
-        return subprocess.run(f"git {command}".split(), cwd=ROOT, capture_output=True, text=True).stdout
-
-    head = git("rev-parse --short=12 HEAD").strip()
-    lines = git("status --porcelain -z -uall --no-renames *.py *.c :!tests :!results :!examples").split("\0")
-    names = [line[3:] for line in lines if "/" in line or line[:1] not in ("?", "")]  # new files count in folders only
-    hashes = [(name, (ROOT / name).exists() and sha256(ROOT / name)) for name in names]
-    return f"{head}-dirty-{digest(hashes)[:12]}" if names else head or None

@@ -207,7 +207,7 @@ class Trainer:
         checkpoint = distributed.from_main(checkpoints.intact_checkpoint, run.folder) if run.earlier else None
         torch.manual_seed(config.seed)  # imported norms may draw initial weights
         with distributed.raise_on_all_ranks():
-            source = checkpoints.find_checkpoint(config.init_from) if config.init_from and not checkpoint else None
+            source = None if checkpoint else run.source
             if config.shard:
                 with matrices_on_meta():
                     self.model = Llama(run.model_config, config.seed)
@@ -378,7 +378,7 @@ def evaluate(model: Llama, run: Run) -> tuple[float, float | None]:
 def evaluate_only(run: Run) -> None:
     """Print the loss of the run's newest checkpoint, or of the model in `--init-from`, also as JSON."""
     with bad_input(), distributed.raise_on_all_ranks():
-        checkpoint = checkpoints.find_checkpoint(run.folder if run.earlier else run.config.init_from)
+        checkpoint = run.source if run.source and not run.earlier else checkpoints.find_checkpoint(run.folder)
         same = not run.earlier or read_config(checkpoint)[0] == run.model_config
         require(same, f"{checkpoint} does not match the model in {run.folder / 'run.json'}")
         model = read_model(checkpoint, run.model_config).to(run.device, torch.float32).eval()

@@ -52,7 +52,7 @@ def resolve_arms(arms: Iterable[Arm], shared: Asked, steps: Mapping[Arm, Asked] 
     previous = read_config_file(shared)
     for arm in dict.fromkeys(arms):
         try:
-            _, model, config, _ = resolve(combine(shared, asked_of(arm), steps.get(arm, {})), previous)
+            _, model, config, *_ = resolve(combine(shared, asked_of(arm), steps.get(arm, {})), previous)
         except Unsupported as error:
             require(found, f"the first arm, {arm.name}, is the baseline and cannot be trained: {error}")
             warn(f"skipped: {arm.name}, as {error}")

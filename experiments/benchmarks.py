@@ -62,7 +62,7 @@ class GenerateConfig(RoundsConfig):
 
 def with_model(config: RoundsConfig, asked: Asked) -> SimpleNamespace:
     """The options in `config`, with the model and the training that are asked for as of train.py."""
-    _, model, train, _ = resolve({"compile": False} | asked, read_config_file(asked))
+    _, model, train, *_ = resolve({"compile": False} | asked, read_config_file(asked))
     dtype = getattr(torch, train.dtype)
     return SimpleNamespace(**vars(config), model=model, train=train, device=train.device, dtype=dtype)
 

@@ -18,12 +18,11 @@ from shutil import which
 
 from tqdm import tqdm
 
-import train
 from config import Asked, ModelConfig, TrainConfig, flag_name
 from data.prepare import Prepared
 from experiments.rates import Losses, Optimum, find_optimum, losses_of, next_runs
 from experiments.records import RESUMED_WITH, SEARCH, UNNAMED, Arm, Record, outcome, settings_of
-from files import Ended, require
+from files import ROOT, Ended, require
 from machine.device import pick_device
 from machine.process import NotFinite, Stopped, bad_input, stop_requests
 from runtime.flags import to_flags
@@ -195,7 +194,7 @@ class Grid:
             decided = {"lr": cell.lr, "seed": cell.seed, "dtype": config.dtype, "compile": config.compile}
             asked = self.asked[cell.arm] | decided
         asked = asked | ({"device": device} if device else {}) | {"out": str(folder)}
-        return [sys.executable, train.__file__, *import_flags(), *to_flags(asked)]
+        return [sys.executable, str(ROOT / "train.py"), *import_flags(), *to_flags(asked)]
 
     def reported(self, optima: Mapping[Arm, Optimum]) -> list[Cell]:
         """Every arm with every seed, at the arm's learning rate. Nothing before these are known."""

@@ -180,10 +180,10 @@ def open_checkpoint(where: str | Path | None, device: torch.device | str = "cpu"
     return checkpoint, read_model(checkpoint).to(device).eval(), tokenizer
 
 
-def weight_hashes(directory: str | Path) -> dict[str, Any]:
-    """The directory that `load_pretrained` reads, and the SHA-256 of each of its files of weights."""
-    checkpoint = find_checkpoint(directory)
-    hashes = {path.name: sha256(path) for path in weight_files(checkpoint)}
+def weight_hashes(checkpoint: Path) -> dict[str, Any]:
+    """Where a checkpoint is, and the SHA-256 of each of its files of weights. A manifest has been verified."""
+    known = read_json(checkpoint / MANIFEST, dict[str, str]) if (checkpoint / MANIFEST).is_file() else {}
+    hashes = {path.name: known.get(path.name) or sha256(path) for path in weight_files(checkpoint)}
     return {"directory": str(checkpoint.resolve()), "sha256": hashes}
 
 

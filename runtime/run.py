@@ -4,6 +4,8 @@ import math
 import os
 import platform
 import secrets
+import shutil
+import subprocess
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +18,7 @@ from data.corpus import Corpus
 from data.prepare import Prepared, prepare
 from data.pretrained import read_directory
 from data.tokenizer import TOKENIZER_KINDS, NoTokenizer, Tokenizer
-from files import commit, require, warn
+from files import ROOT, digest, require, sha256, warn
 from machine import distributed
 from machine.device import check_compile, describe, has_device, pick_device, pick_dtype
 from norms import TRAITS
@@ -39,6 +41,7 @@ class Run:
     data: Prepared
     command: list[str]
     earlier: RunFile | None = None  # the run.json of the run that is continued or evaluated
+    source: Path | None = None  # the checkpoint that --init-from names, unless the run has its own
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +75,8 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     for_new = "--init-from is for new runs, or for --eval-only with --data; a run has its own weights"
     require(not (own_weights and asked.get("init_from")), for_new)
     folder, earlier = find_folder(asked, launch)
-    everything, model, config, tokenizer = resolve(asked, earlier or read_config_file(asked), earlier is not None)
+    previous = earlier or read_config_file(asked)
+    everything, model, config, tokenizer, source = resolve(asked, previous, earlier is not None)
     changed, fixed = changed_options(earlier["resolved"], model, config) if earlier else ([], [])
     require(not fixed, f"the run in {folder} has {'; '.join(fixed)}; start a new run to change that")
     above = (folder or RUNS_FOLDER / "new").resolve().parents
@@ -88,8 +92,9 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
         tokenizer = tokenizer or read_tokenizer(find_checkpoint(folder))
     elif earlier and folder and (config.init_from or config.tokenizer not in TOKENIZER_KINDS):
         saved = intact_checkpoint(folder, TRAINING_STATE)  # DIR may be gone by now
-        if saved or config.init_from:
-            tokenizer = read_tokenizer(saved or find_checkpoint(config.init_from))
+        source = find_checkpoint(config.init_from) if config.init_from and not saved else None
+        if place := saved or source:
+            tokenizer = read_tokenizer(place)
     cache, size, column = Path(config.cache_dir), model.vocab_size, config.text_column
     data = prepare(names, config.tokenizer, size, cache, model.context, tokenizer, val_names, column)
     for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
@@ -98,7 +103,7 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     if changed and not eval_only:
         warn(f"changed: {', '.join(changed)}")
     folder = folder or RUNS_FOLDER / f"{data.corpus_name}-{model.norm}-{model.placement}"
-    return Run(folder, everything, model, config, data, command, earlier)
+    return Run(folder, everything, model, config, data, command, earlier, source)
 
 
 def find_folder(asked: Asked, launch: list[str]) -> tuple[Path | None, RunFile | None]:
@@ -144,8 +149,8 @@ def read_config_file(asked: Asked) -> RunFile | None:
 
 def resolve(
     asked: Asked, previous: RunFile | None = None, continues: bool = False
-) -> tuple[Asked, ModelConfig, TrainConfig, Tokenizer | None]:
-    """What was asked, with the preset, the configurations that follow on this machine, and a tokenizer from a file.
+) -> tuple[Asked, ModelConfig, TrainConfig, Tokenizer | None, Path | None]:
+    """What was asked, with the preset, the configurations that follow on this machine, and what `open_files` opened.
 
     `previous` is the run.json of the run that goes on, if this `continues` one, or whose options are taken. Raises
     ValueError for what this machine cannot do.
@@ -159,7 +164,7 @@ def resolve(
     if not previous:
         asked = {"preset": "tiny" if device.type == "cpu" else "small"} | asked
     everything = combine(before, asked)
-    tokenizer, found = (None, Asked()) if continues else open_files(everything)
+    tokenizer, source, found = (None, None, Asked()) if continues else open_files(everything)
     if continues and everything.get("init_from"):  # DIR may be gone by now
         found = {name: kept[name] for name in (*ModelConfig.__annotations__, "tokenizer")}
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
@@ -185,20 +190,20 @@ def resolve(
     compiled = compiled and check_compile(device, bool(asked.get("compile")))
     training = replace(training, device=str(device), dtype=dtype, compile=compiled, shard=shard, out="")
     check_options(model, training, ranks)
-    return everything, model, training, tokenizer
+    return everything, model, training, tokenizer, source
 
 
-def open_files(asked: Asked) -> tuple[Tokenizer | None, Asked]:
-    """The tokenizer in a file that was asked for, and the options that follow from it; see `configure`."""
+def open_files(asked: Asked) -> tuple[Tokenizer | None, Path | None, Asked]:
+    """The tokenizer in a file, the checkpoint in --init-from, and the options that follow; see `configure`."""
     if asked.get("init_from"):
-        directory = find_checkpoint(asked["init_from"])
-        tokenizer = read_tokenizer(directory)
-        return tokenizer, asdict(open_model(directory)[0].config) | {"tokenizer": tokenizer.kind}
+        source = find_checkpoint(asked["init_from"])
+        tokenizer = read_tokenizer(source)
+        return tokenizer, source, asdict(open_model(source)[0].config) | {"tokenizer": tokenizer.kind}
     if "tokenizer" not in asked and find_token_files([*asked.get("data", ()), *asked.get("val_data", ())]):
-        return None, {"tokenizer": NoTokenizer.kind}
+        return None, None, {"tokenizer": NoTokenizer.kind}
     kind = str(asked.get("tokenizer", DEFAULTS["tokenizer"]))
     own = None if kind in TOKENIZER_KINDS else read_directory(Path(kind))
-    return own, {"vocab_size": own.vocab_size} if own else {}
+    return own, None, {"vocab_size": own.vocab_size} if own else {}
 
 
 def pays_to_compile(model: ModelConfig, training: TrainConfig, device: torch.device, ranks: int) -> bool:
@@ -235,8 +240,7 @@ def check_options(model: ModelConfig, config: TrainConfig, ranks: int) -> None:
 
 def describe_run(run: Run, parameters: int) -> RunFile:
     """The contents of `run.json`: what is needed to repeat the run, and what it ran on. All ranks call it."""
-    new = run.config.init_from and not run.earlier and distributed.is_main()
-    origin = {"weights_from": weight_hashes(run.config.init_from)} if new else {}
+    origin = {"weights_from": weight_hashes(run.source)} if run.source and distributed.is_main() else {}
     return {
         "asked": run.asked,
         "resolved": fields_of(run.model_config, run.config),
@@ -254,3 +258,18 @@ def describe_run(run: Run, parameters: int) -> RunFile:
         **origin,
         "id": secrets.token_hex(4),  # Weights & Biases knows the run by it, also when it is resumed
     }
+
+
+def commit() -> str | None:
+    """The commit of this code and, if code differs from it, a hash of the files that do. None outside a clone."""
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        return None
+
+    def git(command: str) -> str:
+        return subprocess.run(f"git {command}".split(), cwd=ROOT, capture_output=True, text=True).stdout
+
+    head = git("rev-parse --short=12 HEAD").strip()
+    lines = git("status --porcelain -z -uall --no-renames *.py *.c :!tests :!results :!examples").split("\0")
+    names = [line[3:] for line in lines if "/" in line or line[:1] not in ("?", "")]  # new files count in folders only
+    hashes = [(name, (ROOT / name).exists() and sha256(ROOT / name)) for name in names]
+    return f"{head}-dirty-{digest(hashes)[:12]}" if names else head or None

@@ -161,7 +161,7 @@ HERE = {"device": "cpu", "dtype": "float32", "compile": False}
 def run_of(flags: str = "", previous: dict[str, Any] | None = None, **decided: Any) -> dict[str, Any]:
     """The options of the run.json of a run, which may continue another. `decided` replaces what was resolved."""
     asked = read_train(flags.split())
-    everything, model, training, _ = resolve(asked if previous else HERE | asked, previous)
+    everything, model, training, *_ = resolve(asked if previous else HERE | asked, previous)
     resolved = fields_of(model, training) | decided
     return json.loads(json.dumps({"asked": everything, "resolved": resolved, "imports": []}))
 

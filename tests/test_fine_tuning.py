@@ -3,7 +3,6 @@
 The logits of such models are compared in test_parity.py, and steps of training in test_minimal.py.
 """
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -14,9 +13,11 @@ import torch
 import train
 from config import TrainConfig, configs_of
 from data.tokenizer import ByteTokenizer
+from files import sha256
 from model import Llama
 from runtime.checkpoint import load_checkpoint, load_pretrained
 from runtime.flags import read_train
+from runtime.huggingface.weights import WEIGHTS
 from runtime.run import open_run
 
 transformers = pytest.importorskip("transformers")
@@ -57,8 +58,7 @@ def test_a_run_records_its_origin_and_resumes_without_it(fine_tune, directory, t
     train.main(flags)
     run = tmp_path / "run"
     recorded = json.loads((run / "run.json").read_text())
-    digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
-    assert recorded["weights_from"] == {"directory": str(directory), "sha256": {"model.safetensors": digest}}
+    assert recorded["weights_from"] == {"directory": str(directory), "sha256": {WEIGHTS: sha256(directory / WEIGHTS)}}
     resolved = recorded["resolved"]
     assert resolved["tokenizer"] == recorded["tokenizer"]["kind"] == "pretrained"
     assert [resolved[name] for name in ("context", "dropout", "head_dim", "rope_theta")] == [24, 0.1, 16, 5e4]
@@ -87,19 +87,24 @@ def test_master_weights_are_fp32_and_a_longer_context_is_said(fine_tune, directo
         assert name != "final_norm.weight" or torch.equal(weight, theirs.model.norm.weight.float())
 
 
-def test_a_run_of_ours_is_fine_tuned_with_its_tokenizer(fine_tune, tmp_path, fingerprint):
+def test_a_run_of_ours_is_fine_tuned_with_its_tokenizer(fine_tune, tmp_path, fingerprint, monkeypatch):
+    """Its files are hashed once."""
     base, flags = tmp_path / "base", fine_tune()
     cut = flags.index("--init-from")
     sizes = "--dim 32 --layers 1 --heads 2 --context 32 --placement post --tokenizer bytes --steps 4"
     train.main([*flags[:cut], *sizes.split(), "--out", str(base)])
-    path = base / "checkpoints/step-000004/config.json"  # changed by others, without its manifest
+    path = base / "checkpoints/step-000004/config.json"  # changed by others, with its manifest
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [256, 10], "pad_token_id": 0}))
-    path.with_name("manifest.json").write_text("{}")
+    hashes = {name: sha256(path.with_name(name)) for name in ("config.json", WEIGHTS)}
+    path.with_name("manifest.json").write_text(json.dumps(hashes))
+    hashed = list[Path]()
+    monkeypatch.setattr("runtime.checkpoint.sha256", lambda path: hashed.__iadd__([path]) and sha256(path))
     own = ["--steps", "4", "--lr", "1e-9", "--context", "16", "--dropout", "0.1"]
     train.main([*flags[:cut], "--init-from", str(base), *own])
     recorded = json.loads((tmp_path / "run/run.json").read_text())
     assert [recorded["resolved"][name] for name in ("tokenizer", "placement")] == ["bytes", "post"]
-    assert recorded["weights_from"]["directory"] == str(base / "checkpoints/step-000004")
+    assert recorded["weights_from"] == {"directory": str(path.parent), "sha256": {WEIGHTS: hashes[WEIGHTS]}}
+    assert hashed.count(path) == hashed.count(path.with_name(WEIGHTS)) == 1
     described = json.loads((tmp_path / "run/checkpoints/step-000004/config.json").read_text())
     assert (described["eos_token_id"], described["pad_token_id"]) == ([256, 10], 0)
     assert recorded["resolved"]["trained_context"] == 32

@@ -105,7 +105,7 @@ def test_the_default_run_fits_the_card(capability, memory, flags, expected, card
     card(capability, memory)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: memory)
-    _, model, config, _ = run.resolve(read_train(flags.split()))
+    _, model, config, *_ = run.resolve(read_train(flags.split()))
     assert (config.dtype, config.batch_size, config.micro_batch_size, config.compile) == expected
     assert model.dim == 384
 
@@ -120,10 +120,10 @@ def test_a_default_run_stays_what_it_is_on_another_machine(before, after, contin
         monkeypatch.setattr(torch.cuda, "is_available", lambda: memory is not None)
 
     move(before)
-    asked, model, training, _ = run.resolve({})
+    asked, model, training, *_ = run.resolve({})
     assert (asked, model.dim) == (({"preset": "small"}, 384) if before else ({"preset": "tiny"}, 128))
     move(after)
-    expected = asked, model, training if after else replace(training, device="cpu", compile=False), None
+    expected = asked, model, training if after else replace(training, device="cpu", compile=False), None, None
     previous = {"asked": asked, "resolved": run.fields_of(model, training), "imports": []}
     assert run.resolve({}, previous, continues) == expected
 

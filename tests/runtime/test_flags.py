@@ -62,7 +62,7 @@ def test_an_option_is_one_field(monkeypatch, capsys, tmp_path):
     assert "--gated, --no-gated gate attention" in text and "--router-loss FLOAT a term (default: 0.25)" in text
     here = ["--device", "cpu", "--dtype", "float32", "--no-compile"]
     for line, expected in (("", (False, 0.25)), ("--gated --router-loss 1", (True, 1.0)), ("--lr 1", (True, 1.0))):
-        asked, model, training, _ = resolve(read_train([*here, *line.split()]), run)
+        asked, model, training, *_ = resolve(read_train([*here, *line.split()]), run)
         run |= {"asked": asked, "resolved": fields_of(model, training)}
         write_run_file(tmp_path / "run.json", run)
         run = read_run_file(tmp_path / "run.json")

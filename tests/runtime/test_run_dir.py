@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-import files
+import runtime.run
 from machine.process import NotFinite
 from runtime.run_dir import Log, open_tracker, read_rows, read_run_file, write_run_file
 
@@ -74,12 +74,12 @@ def test_a_tracker_gets_every_row(tmp_path, monkeypatch):
 
 def test_a_commit_has_a_hash_of_the_code_that_differs_from_it(tmp_path, monkeypatch):
     """Also of new files in folders, which may be norms, but not of those that --import names."""
-    monkeypatch.setattr(files, "ROOT", tmp_path)
+    monkeypatch.setattr(runtime.run, "ROOT", tmp_path)
     (tmp_path / "norms").mkdir()
     found = [(tmp_path / "a.py").touch()]
     for command in ("init", "add a.py", "-c user.name=a -c user.email=b commit -m c"):
         subprocess.run(f"git {command}".split(), cwd=tmp_path, check=True)
     for name, text in (*(("x.py", "a"), ("a.py", "b")), *(("norms/x.py", text) for text in "aba"), ("a.py", "")):
         (tmp_path / name).write_text(text)
-        found.append(files.commit())
+        found.append(runtime.run.commit())
     assert found[2].startswith(f"{found[1]}-dirty-") and found[3] == found[5] and len({*found[1:]}) == 5
