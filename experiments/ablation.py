@@ -155,17 +155,19 @@ def measure(configs: Configs, options: AblationConfig, folder: Path) -> Asked:
 
 def run_ablation(grid: Grid, command: str) -> list[str]:
     """Run what has not ended, and write the report, also when interrupted. Returns its summary."""
-    if len(grid.lrs) > 1:  # an arm has the most runs with as many rates as seeds
-        warn(
-            f"search: {len(grid.configs) * len(grid.lrs)} runs at first, in all usually 1.2 to 3 times as many, "
-            f"and at most {len(grid.configs) * ((len(grid.lrs) + 1 + WIDEN) ** 2 // 4)}"
-        )
+    arms, rates = len(grid.configs), len(grid.lrs)
+    if rates > 1:
+        most = arms * ((rates + 1 + WIDEN) ** 2 // 4)  # an arm has the most runs with as many rates as seeds
+        warn(f"search: {arms * rates} runs at first, in all usually 1.2 to 3 times as many, and at most {most}")
     write_atomically(grid.folder / "command.txt", f"{command}\n")
     optima = {}
     summary = [""]
     try:
         optima = grid.tune()
         grid.run(grid.reported(optima))
+        others = {file.parent.name for file in grid.folder.glob("cells/*/run.json")}
+        if others := others.difference(cell.name for cell in grid.planned):
+            warn(f"runs in {grid.folder}/cells left out, because they are no longer asked for: {len(others)}")
     finally:
         cells = dict.fromkeys([*grid.reported(optima), *grid.planned])
         records = [grid.record(cell) for cell in cells]

@@ -17,7 +17,7 @@ from files import digest, require, warn
 from machine.process import bad_input
 from runtime.flags import Parser
 from runtime.plugins import import_first
-from runtime.run_dir import RUNS_FOLDER, machine_of, read_rows, read_run_file
+from runtime.run_dir import RUNS_FOLDER, commits_of, machine_of, read_rows, read_run_file
 
 
 def main(arguments: list[str]) -> None:
@@ -77,7 +77,7 @@ def read_run(folder: Path, planned: Record | None = None) -> Record:
     values = outcome(log, resolved["steps"], resolved["vocab_size"])
     values |= {
         "machine": machine_of(run),
-        "commit": str(run.get("resumed", [run])[-1]["commit"]),
+        "commit": commits_of(run),
         "lost": run["tokenizer"].get("lost", 0.0),
     }
     if not planned:

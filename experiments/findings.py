@@ -72,7 +72,7 @@ class Finding:
             verdict, reason = NO_VERDICT, "there is a single seed"
         elif self.tuned is False:
             reason = "the best learning rate was not found, here or in the baseline"
-        elif max(-found.low, found.high) < MARGIN and not self.doublings:
+        elif abs(found.mean) + (found.half_width or 0.0) < MARGIN and not self.doublings:
             verdict = AS_GOOD
         elif found.n < SEEDS:
             reason = "two seeds are too few to tell"
@@ -92,9 +92,8 @@ class Finding:
     @property
     def detectable(self) -> float | None:
         """About the smallest true mean that four of five repetitions would show, if it was tested."""
-        if self.p is None or len(self.values) < SEEDS:
-            return None
-        return detectable(self.values, self.slack, self.tests)
+        can_be_shown = self.p is not None and len(self.values) >= SEEDS
+        return detectable(self.values, self.slack, self.tests) if can_be_shown else None
 
     @property
     def row(self) -> Row:
@@ -137,9 +136,8 @@ class Group:
     def lost(self) -> str:
         """Why it lacks some of its seeds: `2 of dyt's 3 runs diverged and 1 of dyt's 3 runs did not end`."""
         whose = f"{self.runs[0].arm.name}'s {len(self.runs)} runs"
-        diverged = f"{sum(run.diverged for run in self.runs)} of {whose} diverged"
-        waiting = f"{sum(not run.ended for run in self.runs)} of {whose} did not end"
-        return " and ".join(each for each in (diverged, waiting) if each[0] != "0")
+        lost = {"diverged": [run.diverged for run in self.runs], "did not end": [not run.ended for run in self.runs]}
+        return " and ".join(f"{sum(each)} of {whose} {what}" for what, each in lost.items() if any(each))
 
 
 @dataclass
@@ -197,14 +195,15 @@ def compare(records: Iterable[Record]) -> Comparison:
     runs = grouped(((record.search, record.arm), record) for record in records)
     search = {arm: each for (searched, arm), each in runs.items() if searched}
     arms = {arm: Group(each, search.get(arm, [])) for (searched, arm), each in runs.items() if not searched}
-    first: dict = {}
-    baselines = {arm: first.setdefault((arm.size, group.text), arm) for arm, group in arms.items()}
+    order = [*dict.fromkeys(arm.without_size for arm in arms)]  # the same at all sizes
+    last_first = sorted(arms, key=lambda arm: order.index(arm.without_size), reverse=True)
+    first = {(arm.size, arms[arm].text): arm for arm in last_first}
+    baselines = {arm: first[arm.size, group.text] for arm, group in arms.items()}
     flops = {arm.size: arms[arm].runs[0].flops or 0.0 for arm in first.values() if arm.size}
     flops = dict(sorted(flops.items(), key=lambda item: item[1]))
     pairs = {(arm, other): effect([arms[arm], arms[other]]) for arm, other in pairs_of(baselines)}
     found = Comparison(arms, search, baselines, flops, pairs, {})
-    distinct = {*flops.values()}
-    if len(distinct) > 1 and all(distinct):
+    if len({*flops.values()}) > 1 and all(flops.values()):
         found.trends = trends_of(found)
     everything = [each for each in (*pairs.values(), *found.trends.values()) if each.planned]
     found.tests = len(everything)
@@ -257,9 +256,9 @@ def trends_of(found: Comparison) -> dict[Arm, Finding]:
     for arm, bases in against.items():
         needed = dict.fromkeys([arm, *bases])  # a size without the baseline has another
         cells = [(each, size) for size in found.flops for each in needed]
-        lacking = [
-            f"{size.split(',')[0]} has no run of {each.name}" for each, size in cells if (each, size) not in sized
-        ]
+        missing = [cell for cell in cells if cell not in sized]
+        lacking = [f"{size.split(',')[0]} has no run of {each.name}" for each, size in missing]
+        lacking += ["sizes have other texts or batches"] * (len({*bases}) > 1)
         if len(needed) > 1:
             untested = Finding([], 0, lacking, doublings=doublings)
             trends[arm] = untested if lacking else effect([sized[cell] for cell in cells], weights, doublings)

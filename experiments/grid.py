@@ -22,13 +22,13 @@ from config import Asked, ModelConfig, TrainConfig, flag_name
 from data.prepare import Prepared
 from experiments.rates import Losses, Optimum, find_optimum, losses_of, next_runs
 from experiments.records import RESUMED_WITH, SEARCH, UNNAMED, Arm, Record, outcome, settings_of
-from files import ROOT, Ended, require
+from files import ROOT, Ended, require, warn
 from machine.device import pick_device
 from machine.process import NotFinite, Stopped, bad_input, stop_requests
 from runtime.flags import to_flags
 from runtime.plugins import check_imports, import_flags, import_records
 from runtime.run import fields_of
-from runtime.run_dir import RunFile, machine_of, read_rows, read_run_file
+from runtime.run_dir import RunFile, commits_of, machine_of, read_rows, read_run_file
 
 WIDEN = 8  # rates and seeds that an arm may try beyond the first ones
 POLL_SECONDS = 0.3  # between checks of the running cells
@@ -105,7 +105,7 @@ class Grid:
             values |= outcome(read_rows(folder / "metrics.jsonl"), config.steps, model.vocab_size)
             if (folder / "run.json").exists():
                 run = read_run_file(folder / "run.json")
-                values |= {"machine": machine_of(run), "commit": str(run.get("resumed", [run])[-1]["commit"])}
+                values |= {"machine": machine_of(run), "commit": commits_of(run)}
                 run["corpus"]["name"] = self.data.corpus_name  # a text may have several names, but has one hash
                 here, there = UNNAMED | settings, UNNAMED | settings_of(run)
                 changed = [name for name in here if here[name] != there[name] and name != "imports"]
@@ -124,6 +124,9 @@ class Grid:
         self.planned.extend(cells)
         records = {cell: self.record(cell) for cell in cells}
         waiting = [cell for cell, record in records.items() if not record.ended]
+        ended = [self.cell_folder(cell) / "watch.jsonl" for cell, record in records.items() if record.ended]
+        if any(config.watch for _, config in self.configs.values()) and not all(log.exists() for log in ended):
+            warn("--watch: runs that have ended are not trained again to be watched")
         if self.print_commands and waiting:
             print(*map(self.shell_line, waiting), sep="\n")
             sys.exit()

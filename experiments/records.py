@@ -15,7 +15,7 @@ from norms.registry import TRAITS, Traits
 from recipes import RECIPES
 from runtime.run_dir import Row, RunFile
 
-LONGEST = 200  # characters of a name
+LONGEST = 200  # characters of a name that is shown
 SIZE = "size"  # the factor of --ladder: "dim=64,heads=4,steps=400"
 LOSSY = "lossy"  # the factor of arms whose tokenizer loses text
 SEARCH = 1000  # from this one on, seeds only choose a learning rate; there are fewer reported ones
@@ -23,9 +23,10 @@ SEARCH = 1000  # from this one on, seeds only choose a learning rate; there are 
 RESUMED_WITH = ("cache_dir", "log", "keep", "save_every", "save_minutes", "max_minutes", "watch")
 NOT_COMPARED = {*RESUMED_WITH, "out"}
 COSTS = ("parameters", "tokens", "flops", "step_time")
-SIZES = ("heads", "kv_heads", "head_dim", "hidden_dim")  # options that may follow from the width
-# Options that follow from no recipe, tokenizer or size, nor from what these cost.
-FREE = FIELDS.keys() - {"dim", "vocab_size", "steps", "warmup", "compile", "init", "depth_scaled_init"}
+# Options that may follow from others. And those that follow from no recipe, tokenizer or size, nor from their costs.
+FOLLOW = dict.fromkeys(("heads", "kv_heads", "head_dim", "hidden_dim"), ["dim", "mlp"])
+FOLLOW |= dict.fromkeys(("init", "depth_scaled_init"), ["placement"])
+FREE = FIELDS.keys() - {"dim", "vocab_size", "steps", "warmup", "compile"}
 FREE = FREE.difference(*RECIPES.values())
 
 
@@ -46,12 +47,12 @@ class Arm:
         named = ("norm", "placement", "recipe", "name", "folder", LOSSY)
         values = [value if name in named else f"{name}={value}" for name, value in self.without_size.factors]
         name = " ".join(filter(None, [self.size.split(",")[0], *values])) or "model"
-        return one_line(name if len(name) <= LONGEST else f"{name[:LONGEST]}…{digest(name)[:6]}")
+        return shown(name)
 
     @property
     def size(self) -> str:
         """Its size in a ladder, or ""."""
-        return dict(self.factors).get(SIZE, "")
+        return shown(dict(self.factors).get(SIZE, ""))
 
     @property
     def without_size(self) -> "Arm":
@@ -183,6 +184,11 @@ def final_bpb(records: Iterable[Record]) -> dict[int, float]:
     return {run.seed: run.val_bpb for run in records if not run.diverged and run.val_bpb is not None}
 
 
+def shown(text: str) -> str:
+    """A name from a file as reports have it: on one line, and not much longer than `LONGEST`."""
+    return one_line(text if len(text) <= LONGEST else f"{text[:LONGEST]}…{digest(text)[:6]}")
+
+
 def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
     """The second of each pair, by the first."""
     found = defaultdict(list)
@@ -219,7 +225,7 @@ def read_csv(file: Path) -> list[Record]:
     for name in ("lr", "seed", "search", "diverged", "step", "val_loss", "val_bpb"):
         require(name in columns, f"{file} lacks the column {name!r}; it is not a runs.csv of this project")
     require(rows, f"{file} has no runs")
-    factors = [name for name in columns[: columns.index("lr")] if name not in ("arm", "run")]
+    factors = [name for name in columns[: columns.index("lr")] if name not in ("arm", "run", "data")]
     options = [name for name in columns if name in UNNAMED and name not in (*factors, *COLUMNS)]
     records = []
     for where, row in rows:
@@ -237,8 +243,8 @@ def _read(text: str, kind: Any, what: str) -> Any:
     """A value of type `kind`. Raises ValueError, naming `what` it is."""
     try:
         value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
-        require(kind is str or 0 <= value < math.inf, what)
-    except (KeyError, ValueError):
+        require(kind is str or 0 <= float(value) < math.inf, what)
+    except (KeyError, ValueError, OverflowError):
         raise ValueError(f"{what} is {text!r}, not of type {kind.__name__} or below 0") from None
     return value
 
@@ -282,7 +288,7 @@ def name_arms(records: list[Record]) -> tuple[list[Record], list[str]]:
     names = sorted(names or factors or ["norm", "placement"], key=[*factors, *order].index)
     names = [*(name for name in names if name != LOSSY), *{LOSSY}.intersection(differing)]
     leading = [name for name in ("recipe", "tokenizer", SIZE) if name in names]
-    causes = {name: ["dim", "mlp"] if name in SIZES else [] if name in FREE else leading for name in differing}
+    causes = {name: FOLLOW.get(name, [] if name in FREE else leading) for name in differing}
     others = [name for name in differing if count(name, *causes[name]) > count(*causes[name])]
     others = [] if unknown else [name for name in others if name not in (*names, "lr", "folder")]
     arms = [Arm(tuple(zip(names, each, strict=True))) for each in values(*names)]

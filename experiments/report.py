@@ -14,9 +14,9 @@ from experiments.findings import AS_GOOD, MARGIN, NO_VERDICT, SEEDS, VERDICTS, C
 from experiments.markdown import markdown
 from experiments.plots import add_legend, arm_styles, plot_curves, plot_differences
 from experiments.rates import POINTS, WINDOW
-from experiments.records import COSTS, Arm, Record, final_bpb, grouped, name_arms, rows_of
+from experiments.records import COSTS, Arm, Record, final_bpb, grouped, name_arms, rows_of, shown
 from experiments.statistics import ALPHA
-from files import one_line, write_atomically
+from files import write_atomically
 from pages.html import details, figure, page, save_plot, settings_list
 from pages.run import plot_streams
 from runtime.run_dir import Row, read_rows
@@ -98,14 +98,14 @@ def conditions(found: Comparison, others: Sequence[str], commits: Sequence[str])
     if sizes := [run.parameters for run in found.runs if run.parameters]:
         parts += [f"{span(sizes)} parameters, {span([run.tokens or 0 for run in found.runs if run.parameters])} tokens"]
         if all(run.known for run in found.runs):
-            texts = dict.fromkeys(text.partition("@")[0] for text in known_values(found.runs, "data"))
-            parts[-1] += f" of {one_line(', '.join([listed([*texts]), *known_values(found.runs, 'dtype')]))}"
+            texts = dict.fromkeys(text.rpartition("@")[0] or text for text in known_values(found.runs, "data"))
+            parts[-1] += f" of {', '.join([listed([*texts]), *known_values(found.runs, 'dtype')])}"
         parts.append(equal_in(found))
     if lost := [100 * run.lost for run in found.runs if run.lost]:
         whose = f"the tokenizer of {'some' if len(lost) < len(found.runs) else 'all'} arms"
         parts.append(f"lossy: {whose} loses {span(lost, '{:.3g}%'.format)} of the text")
     if len(commits) > 1:
-        parts.append(f"runs differ in their commit: {one_line(listed(commits))}")
+        parts.append(f"runs differ in their commit: {listed(commits)}")
     if others:
         parts.append(f"arms also differ in {listed([name.replace('_', ' ') for name in others])}")
     return f"{'; '.join(parts)}." if parts else ""
@@ -252,7 +252,6 @@ def make_report(folder: Path, records: list[Record], command: str = "") -> list[
         write_atomically(folder / f"{name}.csv", file.getvalue())
     origin = {"machines": machines, "commits": commits, "seconds": sum(run.seconds or 0.0 for run in records)}
     write_atomically(folder / "report.json", json.dumps(for_scripts(found, summary, arms) | origin, indent=2) + "\n")
-    about = [f"`{command}`" if command else "", "; ".join([seeds_of(found), *machines]), *HOW_TO_READ]
     sections = [*summary]
     if found.arms:
         sections += ["## Comparison", comparison_table(found)]
@@ -263,7 +262,9 @@ def make_report(folder: Path, records: list[Record], command: str = "") -> list[
         sections += ["## Effect over compute", LADDER + sizes, ladder]
     if found.search:
         sections += ["## Learning rates", SEARCH, search_table(found)]
-    first, last = ("\n\n".join(filter(None, part)) for part in (sections, about))
+    first = "\n\n".join(filter(None, sections))
+    how = HOW_TO_READ if INCOMPLETE in first else HOW_TO_READ[:-1]
+    last = "\n\n".join(filter(None, [f"`{command}`" * bool(command), "; ".join([seeds_of(found), *machines]), *how]))
     write_atomically(folder / "table.md", f"{first}\n\n{last}\n")
     parts = [markdown(first)]
     for name, plot in figures_of(found).items():
@@ -281,8 +282,7 @@ def arm_rows(found: Comparison) -> list[Row]:
     """The rows of arms.csv."""
     rows = []
     for arm in found.ordered:
-        group = found.arms[arm]
-        run = group.runs[0]
+        group, run = found.arms[arm], found.arms[arm].runs[0]
         mean = Finding([*group.bpb.values()], len(group.runs)).row
         row = {
             "arm": arm.name,
@@ -322,7 +322,7 @@ def for_scripts(found: Comparison, summary: list[str], arms: list[Row]) -> Row:
 
 def known_values(runs: Sequence[Record], name: str) -> list[str]:
     """Those of a column of runs.csv or an option, in alphabetical order."""
-    return sorted({(vars(run) | run.options).get(name, "") for run in runs} - {""})
+    return sorted({shown((vars(run) | run.options).get(name, "")) for run in runs} - {""})
 
 
 def seeds_of(found: Comparison) -> str:
@@ -335,9 +335,8 @@ def figures_of(found: Comparison) -> dict[str, "Figure"]:
     figures = {}
     styles = arm_styles(found.arms)
     if found.found:
-        figures["differences"] = plot_differences(
-            found.found, f"Difference from {found.against}, {seeds_of(found)}", styles
-        )
+        title = f"Difference from {found.against}, {seeds_of(found)}"
+        figures["differences"] = plot_differences(found.found, title, styles)
     ended = [run for arm in found.ordered for run in found.arms[arm].runs if run.ended and run.log]
     if ended:
         figures["curves"] = plot_curves(ended, styles, f"Means of {seeds_of(found)}")

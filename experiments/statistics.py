@@ -31,14 +31,6 @@ class Estimate:
     n: int
     p: float | None  # two-sided p-value of "the mean is 0", by the one-sample t test; None for a single value
 
-    @property
-    def low(self) -> float:
-        return -math.inf if self.half_width is None else self.mean - self.half_width
-
-    @property
-    def high(self) -> float:
-        return math.inf if self.half_width is None else self.mean + self.half_width
-
     def __format__(self, spec: str) -> str:
         """`+0.0123 ± 0.0045`, or `+0.0123` for a single value; `spec` formats both numbers, its sign only the mean."""
         half = "" if self.half_width is None else f" ± {self.half_width:{spec.lstrip('+')}}"

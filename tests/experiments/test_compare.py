@@ -65,7 +65,7 @@ def test_runs_are_paired_by_seed_and_all_files_are_written(make, capsys):
     assert {path.name for path in Path("out").iterdir()} >= {"runs.csv", "arms.csv", "report.json", "report.html"}
     assert "tokenizer=bytes@ab lossy (25%) (val_bpb 2.5000" in compared("a0", make("d", 2.5, hash="ab", lost=0.25))[0]
     page = compared("a0", make("e", 2.5, norm="dyt", text="other", commit="zzz"))
-    assert "dyt +0.500" in page[0] and " of text, float" in page[1] and page[1].endswith(" and zzz.")
+    assert "dyt +0.500" in page[0] and " of text, float" in page[1] and page[1].endswith(", resumed at zzz.")
     for name, value in {"batch_size": 4, "context": 8, "eval_tokens": 99}.items():
         assert compared("a0", make(name, 2.5, **{name: value}))[0].startswith("Not compared, as no other arm has ")
 

@@ -9,7 +9,7 @@ import pytest
 from experiments.findings import AS_GOOD, Finding, Group, compare
 from experiments.rates import Optimum
 from experiments.records import Arm, Record
-from tests.experiments.made import record, records
+from tests.experiments.made import KNOWN, record, records
 
 PLAIN = [Arm.of(norm="rmsnorm"), Arm.of(norm="dyt")]
 FLOPS = {"dim=32,heads=2,steps=10": 1e9, "dim=64,heads=4,steps=40": 8e9, "dim=96,heads=6,steps=90": 1e11}
@@ -81,14 +81,15 @@ def test_a_trend_is_the_slope_of_each_seed_over_the_logarithm_of_flops(effects, 
     few = {1: ("not tested", "there is a single seed"), 2: ("no trend shown", "two seeds are too few to tell")}
     for seeds, verdict in few.items():
         assert compare(ladder(LOSSES[:, :seeds], effects)).trends[PLAIN[1]].verdict == verdict
-    (slope,) = compare([run for run in runs if run.arm != ARMS[3] or run.seed != 1]).trends.values()
-    assert slope.values == pytest.approx(np.delete(lines[0], 1)) and slope.p is not None
+    found = compare([run for run in runs if run.arm != ARMS[2] or run.seed != 0])
+    assert found.trends[PLAIN[1]].values == pytest.approx(lines[0][1:]) and found.baselines[ARMS[3]] == ARMS[2]
     assert not compare([replace(run, flops=1e9) for run in runs]).trends
     none, text = {"val_loss": None, "val_bpb": None}, "{} of dim={}'s 4 runs {}"
     for chosen, values, tests, reason in (  # what was planned counts for Holm's method
         (runs[2::6], {}, 2, "dim=64 has no run of rmsnorm"),
         (runs[3::6], {}, 2, "dim=64 has no run of dyt"),
         (runs[5::6], {"seed": 9}, 2, "no seed is in common"),
+        (runs[5::6], {"settings": KNOWN | {"data": "text@ff"}}, 2, "sizes have other texts or batches"),
         (runs[3:4], none | {"diverged": True}, 4, text.format(1, "64 dyt", "diverged")),
         (runs[4::12], none, 4, text.format(2, "96 rmsnorm", "did not end")),
     ):

@@ -202,15 +202,22 @@ def test_every_option_that_can_change_a_result_must_be_that_of_the_run(resolve):
 
 def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds(resolve, undrawn, monkeypatch):
     """All runs have ended, so nothing is trained. The second arm's vertex is outside, so it tries one more rate."""
-    grid = resolve("--norms rmsnorm dyt --lrs 0.005 0.02 0.04 0.08 --seed 5 --seeds 2")
+    grid = resolve("--norms rmsnorm dyt --lrs 0.005 0.02 0.04 0.08 --seed 5 --seeds 2 --watch 3")
     for arm, vertex, found, more in ((ARM, 0.02, 0.02, []), (DYT, 0.1, 0.121, [0.128])):
         for seed in (5, 6):
             finish(grid, Cell(arm, found, seed), 2.0)
         for number, lr in enumerate([*grid.lrs, *more]):
             finish(grid, Cell(arm, lr, 1005), 2 + 0.02 * math.log(lr / vertex) ** 2 + 0.005 * (-1) ** number)
     monkeypatch.setattr(Grid, "start", lambda grid, cell, device: pytest.fail(f"{cell.name} would be trained"))
+    (grid.cell_folder(Cell(ARM, 0.01, 7)) / "run.json").parent.mkdir()
+    (grid.cell_folder(Cell(ARM, 0.01, 7)) / "run.json").touch()
+    warned.clear()
     assert run_ablation(grid, "command")[0].startswith("Compared with rmsnorm, each at its own best learning rate: dyt")
-    assert "search: 10 runs at first, in all usually 1.2 to 3 times as many, and at most 98" in warned
+    assert [*dict.fromkeys(warned)] == [
+        "search: 10 runs at first, in all usually 1.2 to 3 times as many, and at most 98",
+        "--watch: runs that have ended are not trained again to be watched",
+        f"runs in {grid.folder}/cells left out, because they are no longer asked for: 1",
+    ]
     rows = [(run.arm.name, run.lr, run.seed) for run in read_csv(grid.folder / "runs.csv")]
     assert rows[:4] == [(norm, lr, seed) for seed in (5, 6) for norm, lr in (("rmsnorm", 0.02), ("dyt", 0.121))]
     assert len(rows) == 4 + 11 and {seed for _, _, seed in rows[4:]} == {1005}

@@ -79,6 +79,7 @@ def test_runs_csv_comes_back_as_it_was(tmp_path, undrawn):
         (",20\n", ",many\n", ", line 2: steps is 'many', not of type int"),
         (",20\n", ",0\n", ", line 2 has no steps"),
         ("0.01,1,", "-1,1,", ", line 3: lr is '-1', not of type float or below 0"),
+        ("0.01,1,", f"0.01,1{'0' * 400},", ", line 3: seed is '100"),
         ("python@123456789abc", "a,b", ", line 2 does not have"),
         (None, "", " lacks the column 'lr'"),
     ],
@@ -108,6 +109,8 @@ STAR: list[dict[str, Any]] = [{"dim": "32"}, {"clip": "0"}, {"lr": "0.1"}, {"mom
         ([{}, GEMMA | FREE], ["llama", "gemma3"], [*FREE]),
         ([{"hidden_dim": "352"}, GEMMA | {"hidden_dim": "384", "heads": "4"}], ["llama"], ["heads", "hidden_dim"]),
         ([{"hidden_dim": "352"}, GEMMA | {"hidden_dim": "704", "dim": "256"}], ["llama", "gemma3"], []),
+        ([{}, {"recipe": "qwen3", "qk_norm": "head", "init": "mup"}], ["llama", "qwen3"], ["init"]),
+        ([{}, GEMMA | {"init": "mup"}], ["llama", "gemma3"], []),
         ([{}, GEMMA, GEMMA | {"clip": "0"}], ["llama clip=1", "gemma3 clip=1", "gemma3 clip=0"], []),
         ([{}, *STAR], ["dim=128 lr=0.015 momentum=0.85 clip=1", "dim=32 lr=0.015 momentum=0.85 clip=1"], []),
         ([{"folder": "x"}, {"folder": "y"}], ["x", "y"], []),  # the same options and seed
