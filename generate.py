@@ -49,7 +49,8 @@ def main(arguments: list[str] | None = None) -> None:
             options = Options(**given)
             device = pick_device(options.device)
             dtype = pick_dtype(options.dtype, device)
-            prompt = read_prompt(options.prompt)
+            raw = sys.stdin.buffer.read() if options.prompt == "-" else os.fsencode(options.prompt)
+            prompt = raw.decode()
             checkpoint, model, tokenizer = open_checkpoint(options.checkpoint, device)
             ids = tokenizer.encode_prompt(prompt)
             max_new_tokens(ids, options, model.config.context)
@@ -60,15 +61,6 @@ def main(arguments: list[str] | None = None) -> None:
         with autocast(device, dtype, cache=True):
             stream = stream_text(model, tokenizer, ids, options, options.samples, options.stop, decoder)
             print_samples(prompt, stream, options.samples)
-
-
-def read_prompt(prompt: str) -> str:
-    """The text of `--prompt`, from standard input for "-"."""
-    try:
-        raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompt is not UTF-8: byte {error.start} is {raw[error.start]:#04x}") from None
 
 
 def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int) -> None:

@@ -6,9 +6,7 @@ Ids equal those of transformers, except that a special token typed as text is te
 import hashlib
 import json
 import math
-import os
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,7 +27,6 @@ COPIED = (JSON, PIECES, *TABLES, "special_tokens_map.json", "merges.txt", "chat_
 PROBE = " a  b\t\ufb01e\u0301\n \U0001f600"  # has what normalization changes, and what few vocabularies hold
 # What may make a text longer: texts that are put into it, and ByteLevel, which counts as two characters.
 PUT_IN = r'(?:"(?:content|prepend|continuing_subword_prefix|end_of_word_suffix)": "|ByteLev)([^"\\]*(?:\\.[^"\\]*)*)"'
-STDERR_LOCK = threading.RLock()
 
 
 def read_directory(directory: Path) -> Tokenizer:
@@ -65,23 +62,17 @@ def read_files(directory: Path, vocabulary: dict[str, int] | None = None) -> dic
 
 @contextmanager
 def _errors(path: Path) -> Iterator[None]:
-    """Make an error of the `tokenizers` library a ValueError that names its file. What Rust prints is dropped."""
-    with STDERR_LOCK, open(os.devnull, "w") as nowhere:
-        stderr = os.dup(2)
-        os.dup2(nowhere.fileno(), 2)
-        try:
-            yield
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            problem = error if isinstance(error, ValueError) else "damaged, or not a tokenizer"
-            raise ValueError(f"{path}: {problem}") from None
-        except BaseException as error:
-            # The library raises Exception itself, and panics with a class that has no public name.
-            if type(error).__name__ not in ("Exception", "PanicException"):
-                raise
-            raise ValueError(one_line(f"{path}: the tokenizers library fails: {error}")) from None
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
+    """Make an error of the `tokenizers` library a ValueError that names its file. Rust may print lines of its own."""
+    try:
+        yield
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        problem = error if isinstance(error, ValueError) else "damaged, or not a tokenizer"
+        raise ValueError(f"{path}: {problem}") from None
+    except BaseException as error:
+        # The library raises Exception itself, and panics with a class that has no public name.
+        if type(error).__name__ not in ("Exception", "PanicException"):
+            raise
+        raise ValueError(one_line(f"{path}: the tokenizers library fails: {error}")) from None
 
 
 def _end_of_document(directory: Path) -> str | int | None:
