@@ -18,6 +18,7 @@ except ImportError:  # missing on Windows: locking is skipped there
     fcntl = None  # type: ignore[assignment]
 
 ROOT = Path(__file__).parent
+CHECKSUM = "sha256"  # key of the digest of everything else in a JSON file of ours
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # full, over a quota or a size limit, or broken
 
 
@@ -72,6 +73,30 @@ def read_json(path: Path, kind: Any) -> Any:
     if not is_a(value, kind):
         raise ValueError(f"{path} is damaged: it does not hold the expected JSON")
     return value
+
+
+def write_ours(path: Path, format: Any, content: dict[str, Any]) -> None:
+    """Write JSON for `read_ours`, with a digest and its format: a version or, in a cache, what it was made from."""
+    content = {"format": format} | content
+    write_atomically(path, json.dumps(content | {CHECKSUM: digest(content)}, indent=2) + "\n")
+
+
+def read_ours(path: Path, format: Any) -> dict[str, Any]:
+    """What `write_ours` wrote. Raises ValueError, naming a file that is missing or damaged or has another format."""
+    content = read_json(path, dict)
+    other = f"{path} is of another version (format {content.get('format')}, not {format})"
+    require(content.get("format", format) == format, f"{other}; commit {content.get('commit')} can read it")
+    found = content.pop(CHECKSUM, None)
+    require(found == digest(content), f"{path} is damaged or was edited; pass changed options as flags instead")
+    return content
+
+
+def read_cached(path: Path, format: Any) -> dict[str, Any]:
+    """As `read_ours`, or {} for what has to be made again."""
+    try:
+        return read_ours(path, format)
+    except ValueError:
+        return {}
 
 
 def sha256(path: Path) -> str:

@@ -5,7 +5,6 @@ an index in the cache keeps for as long as no file has another size or modificat
 """
 
 import hashlib
-import json
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from tqdm import tqdm
 
 from data.batches import SPLITS, find_token_files, identify, map_tokens
 from data.sources import find_files, read_documents, short_name, text_files
-from files import lock_file, read_json, require, warn, warned, write_atomically
+from files import lock_file, read_cached, require, warn, warned, write_ours
 
 RULES = "split 2, encoding 2"  # how a corpus is split and encoded; increase a number whenever its rule changes
 HELD_OUT = 0.1  # share of the bytes
@@ -61,13 +60,12 @@ class Corpus:
         self._files, self._key = self._find()
         index = cache_dir / f"{self.name}-{self._key[:12]}.index"
         # Ranks and runs start together.
-        with nullcontext() if index.is_file() else lock_file(index.with_suffix(".lock"), wait=True):
-            try:
-                record = read_json(index, dict)
-            except ValueError:
+        with nullcontext() if read_cached(index, self._key) else lock_file(index.with_suffix(".lock"), wait=True):
+            record = read_cached(index, self._key)
+            if not record:
                 before = len(warned)
                 record = self._read[0] | {"said": warned[before:]}
-                write_atomically(index, json.dumps(record))
+                write_ours(index, self._key, record)
         for line in record["said"]:
             warn(line)
         self.hash, self.sizes = record["hash"], record["sizes"]

@@ -1,7 +1,6 @@
 """Prepares a corpus once: a folder with one token file per split, and the tokenizer if it is trained here."""
 
 import hashlib
-import json
 import shutil
 import sys
 import zlib
@@ -17,7 +16,7 @@ from data.batches import SPLITS, map_tokens
 from data.corpus import Corpus, progress_bar
 from data.pretrained import read_directory
 from data.tokenizer import TOKENIZER_KINDS, Ids, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
-from files import describe_write_error, lock_file, read_json, require, sha256, sync, warn, write_atomically
+from files import describe_write_error, lock_file, read_cached, read_ours, require, sha256, sync, warn, write_ours
 
 FORMAT_VERSION = 7  # Increase it whenever the same text would give different tokens.
 RECORD, PROGRESS = "record.json", "progress.json"
@@ -105,18 +104,21 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
     part = folder.with_name(f"{folder.name}.part")
     part.mkdir(exist_ok=True)
     with suppress(ValueError):
-        tokenizer = tokenizer or load_tokenizer("sentencepiece", part)
+        trained = load_tokenizer("sentencepiece", part)
+        if trained.hash == read_ours(part / RECORD, folder.name)["tokenizer"]:
+            tokenizer = tokenizer or trained
     try:
         if tokenizer is None:
             print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
             tokenizer = train_tokenizer(corpus.chunks("train"), vocab_size)
             tokenizer.save(part)
+            write_ours(part / RECORD, folder.name, {"tokenizer": tokenizer.hash})
         record = {"tokenizer": tokenizer.hash} | _write_tokens(part, corpus, tokenizer)
     except ValueError:
         shutil.rmtree(part)
         raise
     (part / PROGRESS).unlink(missing_ok=True)
-    write_atomically(part / RECORD, json.dumps(record))
+    write_ours(part / RECORD, folder.name, record)
     shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
     part.rename(folder)
     return _open(folder, corpus, tokenizer)
@@ -126,17 +128,17 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> Prepared
     """Open a prepared folder, and the tokenizer in it unless one is given. None unless it is complete and intact."""
     try:
         tokenizer = tokenizer or load_tokenizer("sentencepiece", folder)
-        record = read_json(folder / RECORD, dict)
+        record = read_ours(folder / RECORD, folder.name)
         if record["tokenizer"] != tokenizer.hash:
             return None
         files = [folder / f"{split}.bin" for split in SPLITS]
         stat = [[one.st_size, one.st_mtime_ns] for one in map(Path.stat, files)]
         if record.get("stat") != stat:  # they are hashed once
             hashes = [*map(sha256, files)]
-            if record.get("sha256", hashes) != hashes:
+            if record.get("files", hashes) != hashes:
                 return None
             with suppress(OSError):  # a cache that was copied, perhaps to where nothing can be written
-                write_atomically(folder / RECORD, json.dumps(record | {"sha256": hashes, "stat": stat}))
+                write_ours(folder / RECORD, folder.name, record | {"files": hashes, "stat": stat})
         train, val = (map_tokens(file, _dtype(tokenizer)) for file in files)
         return Prepared(train, val, record["val_gzip_bpb"], tokenizer, corpus.name, corpus.hash, record["lost"])
     except (OSError, ValueError, KeyError):
@@ -165,8 +167,9 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[st
     """
     dtype, paths = _dtype(tokenizer), {split: folder / f"{split}.bin" for split in SPLITS}
     progress = dict.fromkeys(("done", *SPLITS), 0)  # batches that are done, and the bytes of each file
-    with suppress(ValueError):
-        progress = read_json(folder / PROGRESS, dict[str, int])
+    found = read_cached(folder / PROGRESS, folder.name)
+    if found and all(path.is_file() and path.stat().st_size >= found[split] for split, path in paths.items()):
+        progress = found
     for split, path in paths.items():
         with open(path, "ab") as file:
             file.truncate(progress[split])
@@ -200,7 +203,7 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[st
             if number % SAVE_EVERY == 0:
                 for path in paths.values():
                     sync(path)
-                write_atomically(folder / PROGRESS, json.dumps(progress))
+                write_ours(folder / PROGRESS, folder.name, progress)
     files = [map_tokens(path, dtype) for path in paths.values()]
     if taken < size:
         warn(f"gzip -9 has compressed {taken:,} of {size:,} bytes of validation text, in evenly spaced parts")

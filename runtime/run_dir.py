@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from config import REMOVED, check_fields
-from files import describe_write_error, digest, is_a, lock_file, read_json, require, warn, write_atomically
+from files import describe_write_error, is_a, lock_file, read_ours, require, warn, write_atomically, write_ours
 
 RUNS_FOLDER = Path("runs")
 LOCK = ".lock"  # only one process at a time may write to a folder that has it
 RUN_FORMAT = 3  # version of run.json; increase it whenever its fields change, or what they mean
-CHECKSUM = "sha256"  # key of the digest of everything else in run.json
 SAMPLE_HEADING = "----- step {} -----\n"
 RunFile = dict[str, Any]  # the contents of a run.json
 Row = dict[str, Any]  # a line of a .jsonl
@@ -56,17 +55,12 @@ def make_run_dir(out: Path | None, name: str) -> Path:
 
 def write_run_file(path: Path, run: RunFile) -> None:
     """Write a run.json, with its format and its checksum."""
-    run = {"format": RUN_FORMAT} | run
-    write_atomically(path, json.dumps(run | {CHECKSUM: digest(run)}, indent=2) + "\n")
+    write_ours(path, RUN_FORMAT, run)
 
 
 def read_run_file(path: Path) -> RunFile:
     """The contents of a run.json. Raises ValueError if it is missing, damaged or edited, or has another format."""
-    run = read_json(path, dict)
-    other = f"{path} is of another version (format {run.get('format')}, not {RUN_FORMAT})"
-    require(run.get("format") == RUN_FORMAT, f"{other}; commit {run.get('commit')} can read it")
-    found = run.pop(CHECKSUM, None)
-    require(found == digest(run), f"{path} is damaged or was edited; pass changed options as flags instead")
+    run = read_ours(path, RUN_FORMAT)
     for options in (run["asked"], run["resolved"]):
         for name in [name for name, default in REMOVED.items() if options.get(name) == default]:
             del options[name]

@@ -19,7 +19,7 @@ from data.corpus import SPLITS, Corpus
 from data.prepare import Prepared, prepare
 from data.sources import read_documents
 from data.tokenizer import ByteTokenizer, train_tokenizer
-from files import sha256, write_atomically
+from files import read_ours, sha256, write_ours
 
 TEXTS = [f"def f{number}(x):\n    return x + {number}  # é \u2581 <s>\n" * 3 for number in range(200)]
 LONG = "".join(sorted(TEXTS)) + "no line end, 日本語 " * 90_000 + "\n\n\nx" * 90_000 + "the end"  # 2.5 MB, in chunks
@@ -43,7 +43,7 @@ def folders(source: Path) -> list[Path]:
 def content(folder: Path) -> dict[str, bytes]:
     """Its files, without the times in its record."""
     assert not (folder / preparing.PROGRESS).exists()
-    record = json.loads((folder / "record.json").read_bytes()) | {"stat": None}
+    record = read_ours(folder / "record.json", folder.name) | {"stat": None}
     return {path.name: path.read_bytes() for path in folder.iterdir()} | {"record.json": repr(record).encode()}
 
 
@@ -81,25 +81,39 @@ def test_each_tokenizer_gets_its_own_folder(source, capfd, monkeypatch):
     assert prepare_from(source, "bytes").val.dtype == np.uint32
 
 
+def edit(path: Path, old: str, new: str) -> None:
+    path.write_text(path.read_text().replace(old, new, 1))
+
+
 def test_a_damaged_folder_is_rebuilt(source, capsys):
+    """And so is the index of its text, also if it is that of another text."""
     prepare_from(source)
-    (folder,) = folders(source)
-    expected = content(folder)
+    (folder,), (index,) = folders(source), folders(source)[0].parent.glob("*.index")
+    Corpus([str(source), __file__], folder.parent)
+    (other,) = {*folder.parent.glob("*.index")} - {index}
+    expected = content(folder), index.read_bytes()
     for damage in (
         lambda: (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[::-1]),
         lambda: os.truncate(folder / "val.bin", 100),
         lambda: (folder / "record.json").write_text("[]"),
+        lambda: edit(folder / "record.json", '"lost": 0', '"lost": 1'),
         lambda: train_tokenizer(TEXTS[:50], 350).save(folder),
+        lambda: index.write_text("{}"),
+        lambda: edit(index, '"train": 1', '"train": 2'),
+        lambda: index.write_bytes(other.read_bytes()),
     ):
         damage()
         prepare_from(source)
-        assert content(folder) == expected and folders(source) == [folder]
-    assert capsys.readouterr().err.count("preparing") == 5
+        assert (content(folder), index.read_bytes()) == expected and folders(source) == [folder]
+    assert capsys.readouterr().err.count("preparing") == 6
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
 def test_a_stopped_preparation_is_continued(tmp_path, monkeypatch, kind, capsys):
-    """Wherever it was stopped: between documents, in the windows of a long one, or while a record was written."""
+    """Wherever it was stopped: between documents, in the windows of a long one, or while a record was written.
+
+    What is damaged meanwhile is made again.
+    """
     sizes = {"BATCH_CHARS": 1 << 14, "WHOLE": 60_000, "WINDOW": 1 << 13, "OVERLAP": 1 << 9, "SAVE_EVERY": 1}
     for name, size in sizes.items():
         monkeypatch.setattr(preparing, name, size)
@@ -114,14 +128,14 @@ def test_a_stopped_preparation_is_continued(tmp_path, monkeypatch, kind, capsys)
     whole = prepare_in(tmp_path / "whole")
     done: list[int] = []
 
-    def write_and_stop(path: Path, content: str) -> None:
-        write_atomically(path, content)
+    def write_and_stop(path: Path, format: str, content: dict) -> None:
+        write_ours(path, format, content)
         if path.name == preparing.PROGRESS:
-            done.append(json.loads(content)["done"])
+            done.append(content["done"])
             if len(done) in (1, 3, 6, 7, 10, 12):
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(preparing, "write_atomically", write_and_stop)
+    monkeypatch.setattr(preparing, "write_ours", write_and_stop)
     for _ in range(6):  # each goes on where the one before was stopped
         with pytest.raises(KeyboardInterrupt):
             prepare_in(tmp_path / "stopped")
@@ -131,6 +145,18 @@ def test_a_stopped_preparation_is_continued(tmp_path, monkeypatch, kind, capsys)
     assert prepare_in(tmp_path / "stopped") == whole
     assert done == [*range(1, len(done) + 1)]
     assert capsys.readouterr().err.count("training a tokenizer") == 2 * (kind == "sentencepiece")
+    done.clear()
+    part = tmp_path / "damaged" / part.name
+    for damage in (
+        lambda: edit(part / preparing.PROGRESS, '"done": 1', '"done": 2'),
+        lambda: os.truncate(part / "train.bin", 0),
+        lambda: train_tokenizer(TEXTS[:50], 400).save(part),
+        lambda: done.extend([0] * 6),  # the next one is not stopped
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            prepare_in(part.parent)
+        damage()
+    assert prepare_in(part.parent).items() >= whole.items() and done[:7] == [1, 1, 2, 1, 2, 3, 4]
 
 
 def test_text_that_has_not_changed_is_not_read_again(source, monkeypatch, capfd):

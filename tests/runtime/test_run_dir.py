@@ -19,6 +19,7 @@ RUN = {"asked": {}, "resolved": {"dim": 16, "lr": 0.01}, "versions": {}, "commit
     "old, new, message",
     [
         ("16", "17", "is damaged or was edited; pass changed options as flags instead"),
+        ('"format"', '"former"', "is damaged or was edited"),
         ('"asked"', "asked", "is missing or damaged"),
         ("{", "[" * 10**6, "is missing or damaged"),
     ],
