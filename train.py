@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from data.batches import evaluation_batches, training_batch
 from data.tokenizer import NoTokenizer, Tokenizer
-from files import BadInput, lock_file, require
+from files import BadInput, lock_file, require, warn
 from machine import distributed
 from machine.device import autocast, deterministic, set_up_cpu, to_device
 from machine.process import NotFinite, Stopped, bad_input, exit_codes, missing_packages, stop_requests
@@ -243,12 +243,19 @@ class Trainer:
             same = read_config(checkpoint)[0] == self.run.model_config
             require(same, f"{checkpoint} does not match the model in {self.run.folder / 'run.json'}")
             state = checkpoints.load_checkpoint(checkpoint, self.model, self.optimizers)
+            here, there = self.run.id, state.get("run", self.run.id)
+            found = f"{checkpoint} holds step {state['step']} of run {there}, and this is run {here}; move it away"
+            require(here == there and checkpoint.name == f"step-{state['step']:06d}", found)
         self.step = state["step"]
         self.logged_losses = state["losses"]
         self.started -= state["seconds"]
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        rows = distributed.from_main(read_rows, self.run.folder / "metrics.jsonl")
+        log = self.run.folder / "metrics.jsonl"
+        rows = distributed.from_main(read_rows, log)
+        newest = rows[-1]["step"] if rows else 0
+        if newest < self.step - len(self.logged_losses):  # a checkpoint has the steps that came after a row
+            warn(f"warning: {log} ends at step {newest}, before {checkpoint.name}; the rows between are missing")
         self.evaluated = any(row["step"] == self.step and "val_loss" in row for row in rows)  # at this step
 
     # Between steps.
@@ -323,6 +330,7 @@ class Trainer:
             raise diverged("a weight or a running statistic is", self.step)
         run = self.run
         state = {
+            "run": run.id,
             "seconds": self.seconds(),
             "scaler": self.scaler.state_dict(),
             "losses": self.logged_losses,  # for the next row of the log, if a signal stops the run

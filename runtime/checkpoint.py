@@ -5,7 +5,7 @@ runs/NAME/checkpoints/step-000600/
     model.safetensors       weights and running statistics under Hugging Face's names; a tied head is stored once
     tokenizer*, ...         what the tokenizer saves, and a generation_config.json that came with the model
     optimizer.safetensors   "{parameter name}.{state name}" -> tensor
-    trainer.json            the rest of the training state, also numbers of optimizers
+    trainer.json            the rest of the training state, also numbers of optimizers; the step and the run's id
     manifest.json           SHA-256 of each of these
 """
 
@@ -215,6 +215,8 @@ def load_checkpoint(checkpoint: Path, model: Llama, optimizers: list[Optimizer])
 def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
     """Raise ValueError, naming the file, unless every file but those in `leave_out` matches the manifest."""
     hashes = read_json(checkpoint / MANIFEST, dict[str, str])
+    listed = hashes.keys() >= {CONFIG, *TRAINING_STATE}
+    require(listed, f"{checkpoint / MANIFEST} is damaged: it does not list the files of a checkpoint")
     for name in hashes.keys() - leave_out:
         file = checkpoint / name
         intact = file.is_file() and sha256(file) == hashes[name]

@@ -42,6 +42,7 @@ class Run:
     command: list[str]
     earlier: RunFile | None = None  # the run.json of the run that is continued or evaluated
     source: Path | None = None  # the checkpoint that --init-from names, unless the run has its own
+    id: str = ""  # its checkpoints have it, and Weights & Biases knows the run by it
 
     @property
     def device(self) -> torch.device:
@@ -103,7 +104,8 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     if changed and not eval_only:
         warn(f"changed: {', '.join(changed)}")
     folder = folder or RUNS_FOLDER / f"{data.corpus_name}-{model.norm}-{model.placement}"
-    return Run(folder, everything, model, config, data, command, earlier, source)
+    id = (earlier or {}).get("id", secrets.token_hex(4))
+    return Run(folder, everything, model, config, data, command, earlier, source, id)
 
 
 def find_folder(asked: Asked, launch: list[str]) -> tuple[Path | None, RunFile | None]:
@@ -256,7 +258,7 @@ def describe_run(run: Run, parameters: int) -> RunFile:
         "launch": distributed.torchrun_folders(),
         "command": run.command,
         **origin,
-        "id": secrets.token_hex(4),  # Weights & Biases knows the run by it, also when it is resumed
+        "id": run.id,
     }
 
 

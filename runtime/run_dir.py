@@ -72,15 +72,13 @@ def load_run(folder: Path) -> RunFile:
     """The run.json of the run in `folder`. Raises ValueError if it or a log is damaged, or its checkpoints are gone."""
     has_run = (folder / "run.json").is_file()
     require(has_run, f"there is no run in {folder}; start one with python train.py, or name another folder")
-    run, rows = read_run_file(folder / "run.json"), read_rows(log := folder / "metrics.jsonl")
+    run, rows = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     read_rows(folder / "watch.jsonl")
     first = min(run["resolved"]["save_every"], run["resolved"]["steps"])  # a step is saved before it is evaluated
     logged = any(row["step"] > first or (row["step"] == first and "val_loss" in row) for row in rows)
     saved = any((folder / "checkpoints").glob("step-*"))
     lost = f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again"
     require(saved or not logged, lost)
-    if saved and not log.is_file():
-        warn(f"warning: {log} is missing; the log begins again at the checkpoint")
     return run
 
 
@@ -102,7 +100,7 @@ def continued(earlier: RunFile, run: RunFile, step: int) -> RunFile:
         warn(f"warning: the last digits may differ from an uninterrupted run: {there}, now {here}")
     resumed = [*earlier.get("resumed", []), {"step": step, "commit": run["commit"], "command": run["command"]}]
     imports = [record for record in earlier["imports"] if record not in run["imports"]] + run["imports"]
-    kept = {name: earlier[name] for name in ("id", "command", "commit", "weights_from") if name in earlier}
+    kept = {name: earlier[name] for name in ("command", "commit", "weights_from") if name in earlier}
     return run | kept | {"resumed": resumed, "imports": imports}
 
 

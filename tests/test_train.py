@@ -256,7 +256,7 @@ def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, monkeypatch
         "--recipe inkling2 --norm seednorm --optimizer adamw",
     ],
 )
-def test_a_stopped_run_ends_with_the_same_bits(flags, command, monkeypatch, fingerprint):
+def test_a_stopped_run_ends_with_the_same_bits(flags, command, monkeypatch, fingerprint, capsys):
     """With the momentum of Muon and AdamW, running statistics, and a loss scale that is too large at first."""
     init = train.GradScaler.__init__
     monkeypatch.setattr(
@@ -284,6 +284,7 @@ def test_a_stopped_run_ends_with_the_same_bits(flags, command, monkeypatch, fing
         write_run_file(file, run)
     resumed = command(f"--resume {flags}", "stopped")
     assert fingerprint(resumed) == fingerprint(uninterrupted)
+    assert "metrics.jsonl" not in capsys.readouterr().err  # stopped between its rows, it lacks none
     for key in ("val_bpb", "train_loss"):
         whole, parts = ([row for row in read_metrics(run) if key in row] for run in (uninterrupted, resumed))
         assert [(row["step"], row[key]) for row in whole] == [(row["step"], row[key]) for row in parts]

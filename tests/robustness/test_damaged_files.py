@@ -1,5 +1,6 @@
 """Damaged checkpoints: the one before is used and a line says so, or one line refuses. Never a silent restart."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import pytest
 import files
 import generate
 import train
+from files import sha256
 from runtime.checkpoint import list_checkpoints
+from runtime.run_dir import read_run_file, write_run_file
 
 
 @pytest.fixture
@@ -60,3 +63,35 @@ def test_a_run_without_an_intact_checkpoint_is_refused(run, refused):
     errors = refused(train.main, ["--resume", "--out", str(run), "--steps", "30"])
     assert "holds no checkpoint; restore it, or delete metrics.jsonl" in errors
     assert (run / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_checkpoint_of_another_run_or_step_is_refused(undisturbed, run, same, refused):
+    """Those of 5a132b0 do not say whose they are, and continue."""
+    resume, described = ["--resume", "--out", str(run)], read_run_file(run / "run.json")
+    older, newest = list_checkpoints(run)
+    renamed = newest.rename(newest.with_name("step-999999"))
+    assert f"{renamed} holds step 9 of run {described['id']}, and" in refused(train.main, resume)
+    shutil.rmtree(renamed)
+    write_run_file(run / "run.json", described | {"id": "other"})
+    said = f"{older} holds step 6 of run {described['id']}, and this is run other; move it away"
+    assert said in refused(train.main, resume)
+    trainer = json.loads((older / "trainer.json").read_text())
+    assert trainer.pop("run") == described["id"]
+    (older / "trainer.json").write_text(json.dumps(trainer))
+    manifest = json.loads((older / "manifest.json").read_text())
+    (older / "manifest.json").write_text(json.dumps(manifest | {"trainer.json": sha256(older / "trainer.json")}))
+    train.main(resume)
+    assert same(run, undisturbed)
+
+
+def test_a_log_that_ends_before_its_checkpoint_is_named(run, ends):
+    log, resume = run / "metrics.jsonl", ["--resume", "--out", str(run)]
+    lines = log.read_bytes().splitlines(keepends=True)
+    for kept, ending in ((4, ""), (3, ""), (2, "ends at step 6, before step-000009"), (0, "ends at step 0")):
+        files.warned.clear()
+        log.write_bytes(b"".join(lines[:kept]))  # the last one is of the evaluation
+        code, errors = ends(train.main, resume)
+        assert code == 0 and errors.count(f"{log} ends at") == bool(ending) and ending in errors
+    log.unlink()
+    files.warned.clear()
+    assert "ends at step 0" in ends(train.main, resume)[1]

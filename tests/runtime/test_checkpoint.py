@@ -98,14 +98,14 @@ def test_old_checkpoints_are_deleted_and_the_same_step_is_replaced(tmp_path):
 # --- damaged checkpoints ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", ["altered", "gone"])
+@pytest.mark.parametrize("damage", ["altered", "gone", "{}"])
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path, name, damage, capsys):
     older, checkpoint = save(tmp_path, 1), save(tmp_path, 2)
     path, content = checkpoint / name, (checkpoint / name).read_bytes()
     path.unlink()
-    if damage == "altered":
-        path.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
+    if damage != "gone":
+        path.write_bytes(b"{}" if damage == "{}" else content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
     assert intact_checkpoint(tmp_path) == older
     (line,) = capsys.readouterr().err.splitlines()
     assert str(path) in line and line.endswith("going back to step-000001")
