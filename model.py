@@ -33,6 +33,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 LARGE_VOCABULARY = 1 << 16  # with more ids, the loss is computed for LOSS_TOKENS tokens at a time
 LOSS_TOKENS = 1 << 12
+IGNORED = -100  # a target without a loss, as of F.cross_entropy
 
 
 class Llama(nn.Module):
@@ -97,23 +98,24 @@ class Llama(nn.Module):
         """
         x, targets = self.hidden(tokens).flatten(0, 1), targets.flatten()  # N C, N
         if self.config.vocab_size <= LARGE_VOCABULARY:
-            return self.terms(x, targets, "mean")
-        parts = zip(x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS), strict=True)
-        sums = [checkpoint(self.terms, *part, "sum", use_reentrant=False) for part in parts]
-        totals = {name: torch.stack([each[name] for each in sums]).sum() for name in sums[0]}
-        return {name: total / len(targets) for name, total in totals.items()}
+            sums = [self.terms(x, targets)]
+        else:
+            parts = zip(x.split(LOSS_TOKENS), targets.split(LOSS_TOKENS), strict=True)
+            sums = [checkpoint(self.terms, *part, use_reentrant=False) for part in parts]
+        counted = (targets != IGNORED).sum()
+        return {name: torch.stack([each[name] for each in sums]).sum() / counted for name in sums[0]}
 
-    def terms(self, x: Tensor, targets: Tensor, reduction: str) -> dict[str, Tensor]:
-        """The terms of tokens with final hidden states (N, C): their "mean" or their "sum"."""
+    def terms(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """The sums of the terms over tokens with final hidden states (N, C)."""
         logits = upcast(self.logits(x))  # N V
-        terms = {"train_loss": F.cross_entropy(logits, targets, reduction=reduction)}
+        terms = {"train_loss": F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")}
         if self.config.z_loss:  # keeps the softmax's normalizer near 1: PaLM, arXiv 2204.02311
-            squares = logits.logsumexp(-1).square()  # N
-            terms["z_loss"] = self.config.z_loss * (squares.mean() if reduction == "mean" else squares.sum())
+            squares = logits.logsumexp(-1).square().masked_fill(targets == IGNORED, 0)  # N
+            terms["z_loss"] = self.config.z_loss * squares.sum()
         return terms
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy, in nats per token, of predicting `targets` (B, T) from `tokens` (B, T)."""
+        """Mean cross-entropy, in nats per token, of the `targets` (B, T) that are not -100, after `tokens` (B, T)."""
         return self.objective(tokens, targets)["train_loss"]
 
     def next_logits(self, tokens: Tensor, cache: "list[LayerCache]") -> Tensor:
