@@ -36,9 +36,11 @@ def read_directory(directory: Path) -> Tokenizer:
     path = directory / PIECES
     other = f"--tokenizer {directory}: no folder with {JSON} or {PIECES}; or choose sentencepiece or bytes"
     require(path.is_file(), other)
-    tokenizer = load_tokenizer("sentencepiece", directory)
+    tokenizer: Any = load_tokenizer("sentencepiece", directory)
     same = tokenizer.end_of_document >= 0 and tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
     require(same, f"{path} changes text, or has no </s>; AutoTokenizer of transformers makes a {JSON} of it")
+    ranked = tokenizer.scores == sorted(map(int, tokenizer.scores), reverse=True)
+    require(ranked, f"{path} is a unigram model or was extended: it has other ids in transformers; use BPE as trained")
     tokenizer.files = read_files(directory) | tokenizer.files
     return tokenizer
 

@@ -138,7 +138,7 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model with byte fallback. Ids are in LLaMA's order: <unk>, <s>, </s>, 256 bytes, pieces.
 
     decode(encode(text)) == text for all text that UTF-8 can encode. No text is encoded as one of the first three ids.
-    The hash is the SHA-256 of the model.
+    The hash is the SHA-256 of the model. Merges follow the `scores`: minus their rank in BPE.
     """
 
     kind = "sentencepiece"
@@ -149,6 +149,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._processor = processor = sentencepiece.SentencePieceProcessor()
         processor.LoadFromSerializedProto(model)
         names = map(processor.id_to_piece, range(len(processor)))
+        self.scores = [*map(processor.get_score, range(len(processor)))]
         self.pieces = [b"" if processor.is_control(token) else piece_bytes(name) for token, name in enumerate(names)]
         self.pieces[processor.unk_id()] = b""
         self.end_of_document = processor.eos_id()

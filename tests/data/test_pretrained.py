@@ -55,16 +55,16 @@ def byte_level_bpe() -> tokenizers.Tokenizer:
 def directories(tmp_path_factory) -> dict[str, Path]:
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about directories without a model
     root = tmp_path_factory.mktemp("tokenizers")
-    folders = {name: root / name for name in ("llama", "byte-level", "sentencepiece", "bytes", "no-bos")}
+    folders = {name: root / name for name in ("llama", "byte-level", "sentencepiece", "bytes", "no-bos", "uni")}
     for folder in folders.values():
         folder.mkdir()
     llama: dict[str, Any] = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
     llama |= {"remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True, "vocab_size": 500}
     texts = TEXT.splitlines() + ["<s> </s>"] * 99
     other: dict[str, Any] = {"add_dummy_prefix": False, "bos_id": -1, "user_defined_symbols": "<sep>"}
-    for name, more in (("llama", {}), ("no-bos", other)):
+    for name, more in (("llama", {}), ("no-bos", other), ("uni", other | {"model_type": "unigram"})):
         with open(folders[name] / "tokenizer.model", "wb") as model:
-            sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, **llama, **more)
+            sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, **llama | more)
     write(folders["llama"] / "tokenizer_config.json", tokenizer_class="LlamaTokenizer", eos_token="</s>")
     byte_level_bpe().save(str(folders["byte-level"] / "tokenizer.json"))
     write(folders["byte-level"] / "tokenizer_config.json", eos_token={"__type": "AddedToken", "content": END})
@@ -141,6 +141,8 @@ def test_any_directory_gives_its_tokenizer_to_a_new_model(directories, tmp_path)
     shutil.copy(directories["llama"] / "tokenizer.model", tmp_path)
     with pytest.raises(ValueError, match=r"tokenizer\.model changes text, or has no </s>; AutoTokenizer"):
         read_directory(tmp_path)  # it puts a space in front
+    with pytest.raises(ValueError, match=r"uni/tokenizer\.model is a unigram model or was extended: it has other ids"):
+        read_directory(directories["uni"])
     with pytest.raises(ValueError, match=r"^--tokenizer byte: no folder with tokenizer\.json or tokenizer\.model; or"):
         read_directory(Path("byte"))
 
