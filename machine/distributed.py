@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from files import Ended, InUse
+from files import Ended, InUse, require
 
 T = TypeVar("T")
+PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # how many a launcher started
 
 
 # --- the process group -----------------------------------------------------------------------------------------------
@@ -71,7 +72,11 @@ def is_main() -> bool:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ValueError unless each rank can have a `device` of its own."""
+    """Raise ValueError unless each rank can have a `device` of its own, and torchrun has started them if several."""
+    alone = world_size() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+    others = [f"{name} is {os.environ[name]}" for name in PROCESSES if os.environ.get(name, "1") != "1"]
+    how = "but torchrun did not start this process: use torchrun --nproc-per-node N train.py, see docs/gpu.md"
+    require(not (alone and others), f"{', '.join(others)}, {how}")
     shared = device.index is not None or local_rank() >= torch.cuda.device_count()
     if world_size() > 1 and device.type != "cpu" and shared:
         raise ValueError(f"--device {device}: each rank needs its own GPU; use --device cuda with fewer ranks, or cpu")

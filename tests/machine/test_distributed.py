@@ -246,18 +246,22 @@ def test_a_restart_continues_what_its_launch_has_left(left, monkeypatch, tmp_pat
     assert refused.value.code == 2 and "--max-restarts needs --out" in capsys.readouterr().err
 
 
-def test_what_several_ranks_refuse(monkeypatch):
+def test_what_several_ranks_refuse(monkeypatch, refused):
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):  # of deepspeed and of mpirun
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "2")
+            assert f"{name} is 2, but torchrun did not start this process" in refused(train.main, ["--device", "cpu"])
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     distributed.check_device(torch.device("cpu"))
     with pytest.raises(ValueError, match="--device cuda:1: each rank needs its own GPU"):
         distributed.check_device(torch.device("cuda:1"))
     check_options(ModelConfig(), TrainConfig(batch_size=6, micro_batch_size=6), 2)  # a rank's share
-    refused: dict[str, dict[str, Any]] = {
+    wrong: dict[str, dict[str, Any]] = {
         "12 cannot be split evenly over 2 ranks": {"batch_size": 12, "micro_batch_size": 4},
         "--shard needs --dtype": {"shard": True, "dtype": "float16"},
         "--watch .* --no-shard": {"shard": True, "watch": 5},
     }
-    for message, options in refused.items():
+    for message, options in wrong.items():
         with pytest.raises(ValueError, match=message):
             check_options(ModelConfig(), TrainConfig(**options), 2)
 
