@@ -24,7 +24,7 @@ RESUMED_WITH = ("cache_dir", "log", "keep", "save_every", "save_minutes", "max_m
 NOT_COMPARED = {*RESUMED_WITH, "out"}
 COSTS = ("parameters", "tokens", "flops", "step_time")
 # Options that may follow from others. And those that follow from no recipe, tokenizer or size, nor from their costs.
-FOLLOW = dict.fromkeys(("heads", "kv_heads", "head_dim", "hidden_dim"), ("dim", "mlp"))
+FOLLOW: dict[str, tuple[str, ...]] = dict.fromkeys(("heads", "kv_heads", "head_dim", "hidden_dim"), ("dim", "mlp"))
 FOLLOW |= dict.fromkeys(("init", "depth_scaled_init"), ("placement",))
 FREE = FIELDS.keys() - {"dim", "vocab_size", "steps", "warmup", "compile"}
 FREE = FREE.difference(*RECIPES.values())
