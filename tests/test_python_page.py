@@ -27,10 +27,13 @@ def test_every_block_of_both_pages_runs(tmp_path, monkeypatch):
     for placement in options.placements:
         train(**asked | {"placement": placement, "out": f"{asked['out']}/cells/{placement}-lr0.003-seed0"})
     shutil.copytree(DOCS.parent / "results/readme-ablation", "runs/readme")
+    arms = Path("runs/readme/arms.csv")
+    arms.write_text(arms.read_text().replace("\nqwen3", "\nqk_norm 5%"))
     names: dict = {}
     for block in re.findall(r"^```python\n(.*?)^```", STUDENTS + PAGE, re.M | re.S):
         exec(compile(block, "docs", "exec"), names)
-    assert "gemma3 & 1.8644 & -0.0400 & 0.0126 & 0.0034 \\\\" in names["lines"]
+    assert names["lines"][2] == "gemma3 & 1.8644 & -0.0400 & 0.0126 & 0.0034 \\\\"
+    assert names["lines"][3].startswith(r"qk\_norm 5\% & 1.8679")
     assert Path("pre-and-post.png").exists() and len(names["gradients"]) == 2
     assert names["losses"][-1] < names["losses"][0] - 1
     prompt, ids = names["tokenizer"].encode("def "), names["ids"].tolist()
