@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import UnionType
@@ -20,6 +20,8 @@ except ImportError:  # missing on Windows: locking is skipped there
 ROOT = Path(__file__).parent
 CHECKSUM = "sha256"  # key of the digest of everything else in a JSON file of ours
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # full, over a quota or a size limit, or broken
+NO_LOCKS = "the file system has no locks, so two processes that write to one folder are not noticed"
+NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class Ended(Exception):
@@ -124,6 +126,18 @@ def warn(line: str) -> None:
     warned.append(line)
 
 
+def if_supported(path: Path, call: Callable, *arguments: Any, otherwise: str = "") -> None:
+    """Make a system call, unless the file system of `path` lacks it; a line says what holds `otherwise`."""
+    try:
+        call(*arguments)
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            error.filename = str(path)
+            raise
+        if otherwise:
+            warn(f"warning: {otherwise} ({error.strerror})")
+
+
 @contextmanager
 def describe_write_error(path: Path, size: int) -> Iterator[None]:
     """Make an OSError inside, usually from a full disk, name the file and its size in bytes."""
@@ -161,7 +175,7 @@ def sync(path: Path) -> None:
         return
     descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        if_supported(path, os.fsync, descriptor)
     finally:
         os.close(descriptor)
 
@@ -175,7 +189,7 @@ def lock_file(path: Path, wait: bool = False) -> Iterator[None]:
     with open(path, "a") as lock:
         if fcntl:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if_supported(path, fcntl.flock, lock, fcntl.LOCK_EX | fcntl.LOCK_NB, otherwise=NO_LOCKS)
             except BlockingIOError:
                 if not wait:
                     raise InUse(f"{path.parent} is in use by another process") from None

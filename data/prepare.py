@@ -204,6 +204,8 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[st
                 for path in paths.values():
                     sync(path)
                 write_ours(folder / PROGRESS, folder.name, progress)
+    for split, path in paths.items():
+        require(path.stat().st_size == progress[split], f"{path} was written by another process too; start again alone")
     files = [map_tokens(path, dtype) for path in paths.values()]
     if taken < size:
         warn(f"gzip -9 has compressed {taken:,} of {size:,} bytes of validation text, in evenly spaced parts")

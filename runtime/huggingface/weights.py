@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from config import ModelConfig
-from files import is_a, read_json, require
+from files import if_supported, is_a, read_json, require
 from machine.process import out_of_memory
 
 WEIGHTS = "model.safetensors"
@@ -163,6 +164,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, path, metadata={"format": "pt"})  # transformers asks for it
-        path.chmod(mode)
+        with suppress(PermissionError):  # as gcsfuse and CIFS refuse it
+            if_supported(path, path.chmod, mode)
     except SafetensorError as error:  # a full disk, as safetensors reports it
         raise OSError(f"{path} cannot be written: {error}") from None

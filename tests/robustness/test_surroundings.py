@@ -2,6 +2,7 @@
 warnings as errors, missing packages, no memory.
 """
 
+import errno
 import json
 import os
 import resource
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import files
 import train
 from machine.process import PACKAGES, SETUP, out_of_memory
 from runtime.checkpoint import list_checkpoints, verify
@@ -63,6 +65,27 @@ def test_missing_packages_are_one_line(script, tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert SETUP in done.stderr and all(package in done.stderr for package in PACKAGES)
     assert SETUP in (ROOT / "README.md").read_text("utf-8")
+
+
+CALLS = [("os.chmod", errno.EPERM), ("os.fsync", errno.EINVAL), ("fcntl.flock", errno.ENOLCK)]
+CALLS += [("fcntl.flock", errno.ENOSYS), *((call, errno.EIO) for call in ("os.chmod", "os.fsync", "fcntl.flock"))]
+
+
+@pytest.mark.parametrize("call, number", CALLS)
+def test_a_file_system_of_a_cluster(call, number, flags, ends, tmp_path, monkeypatch):
+    """What it lacks is left out, and a line says so if two runs could meet. A disk that fails is an error."""
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    files.warned.clear()
+    monkeypatch.setattr(call, fail)
+    code, error = ends(train.main, [*flags, "--steps=1"])
+    assert error.count("warning: ") == (call == "fcntl.flock" and number != errno.EIO)
+    if number == errno.EIO:
+        assert code == 1 and f"{tmp_path}/" in error.splitlines()[-1] and "Input/output error" in error
+    else:
+        assert code == 0 and verify(tmp_path / "run/checkpoints/step-000001") is None
 
 
 def test_a_training_step_without_memory(flags, ends, tmp_path, monkeypatch):
