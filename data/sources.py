@@ -28,6 +28,7 @@ SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/da
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 LONGEST_LINE = 1 << 24  # bytes
 OTHER_COLUMN = "name one with --text-column; a list of messages must first be joined into one string"
+OTHER_SPLIT = re.compile(r"(partial-)?(test|validation|valid|val|dev)([-.].*)?")  # its files and folders
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -52,6 +53,10 @@ def text_files(name: str, files: list[Path], flag: str = "--data") -> list[Path]
     """Those of the files behind `name` that are text. A line says what is left out of a folder."""
     if name in ("python", "shakespeare"):
         return files
+    described = (file.parent for file in files if file.name == "dataset_info.json")
+    saved = next((folder for folder in described if [*folder.glob("*.arrow")]), None)
+    makes = f'datasets.load_from_disk("{saved}").to_parquet("text.parquet")'
+    require(not saved, f"{flag} {name} holds Arrow files of the package datasets; pass what {makes} writes")
     path = Path(name)
     problems = defaultdict(list)
     for file in files:
@@ -63,9 +68,13 @@ def text_files(name: str, files: list[Path], flag: str = "--data") -> list[Path]
         require(taken, f"{flag} {name} is {why}, not text in UTF-8; convert it, or make JSON lines of a table")
     else:
         said = f"{flag} {name}: {len(taken)} files"
-        for why, others in problems.items():
+        listed = {f"left out as {why}": others for why, others in problems.items()}
+        other_split = [file for file in taken if any(map(OTHER_SPLIT.fullmatch, file.relative_to(path).parts))]
+        if other_split and flag == "--data":
+            listed["to train on, though named like text for --val-data"] = other_split
+        for what, others in listed.items():
             names = [str(file.relative_to(path)) for file in others[:3]] + ["..."] * (len(others) > 3)
-            said += f"; left out as {why}: {len(others)} ({', '.join(names)})"
+            said += f"; {what}: {len(others)} ({', '.join(names)})"
         warn(one_line(said))
     if plain := [file for file in taken if _stem(file).endswith(".json") and not _is_json_lines(file)]:
         which = f"{flag} {name}: {len(plain)} .json read as one text, such as {plain[0]}"

@@ -87,7 +87,7 @@ def test_other_json_is_text(tmp_path, content, capsys):
 
 
 def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_out(tmp_path, capsys):
-    for name in ("b.md", "a/z", "a/b.py", "x/1", "c.jsonl", "d.txt.gz", "empty"):
+    for name in ("b.md", "a/z", "a/b.py", "x/1", "c.jsonl", "d.txt.gz", "empty", "test-0.md", "valid/0", "tests/x"):
         write(tmp_path / name, gzip.compress(b"x") if name.endswith("gz") else "{}" * (name != "empty"))
     for name, content in (("image.png", b"\x89PNG\0"), (".hidden", "x"), (".git/config", "x"), ("e.parquet", b"\0")):
         write(tmp_path / name, content)
@@ -97,12 +97,16 @@ def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_ou
     (tmp_path / "link").symlink_to("missing")
     os.mkfifo(tmp_path / "x/pipe")
     found = [str(path.relative_to(tmp_path)) for path in texts_behind(str(tmp_path), tmp_path)]
-    assert found == ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty", "a/b.py", "a/z", "x/1"]
+    assert found[:5] == ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty"]
+    assert found[5:] == ["test-0.md", "a/b.py", "a/z", "tests/x", "valid/0", "x/1"]
     left_out = (
         "hidden: 2 (.git, .hidden); left out as binary or UTF-16: 2 (image.png, a/old.txt); left out as no regular "
     )
     left_out += "file: 2 (link, x/pipe); left out as CSV or TSV: 5 (x/0.csv, x/1.csv, x/2.csv, ...)"
-    assert capsys.readouterr().err == f"--data {tmp_path}: 8 files; left out as {left_out}\n"
+    other_split = "to train on, though named like text for --val-data: 2 (test-0.md, valid/0)"
+    assert capsys.readouterr().err == f"--data {tmp_path}: 11 files; left out as {left_out}; {other_split}\n"
+    texts_behind(str(tmp_path), tmp_path, "--val-data")
+    assert capsys.readouterr().err == f"--val-data {tmp_path}: 11 files; left out as {left_out}\n"
 
 
 def test_links_are_followed_and_each_real_folder_is_taken_once(tmp_path, capsys):
@@ -123,6 +127,9 @@ def test_names_that_are_no_text_are_refused_with_what_to_make_of_them(tmp_path):
     problems = dict.fromkeys(("pipe", "missing"), ": no such file or folder; pass python, shakespeare or a path")
     problems["a.TSV.gz"] = " is CSV or TSV, not text in UTF-8; .* make JSON lines of a table"
     problems["utf-16"] = " is binary or UTF-16, not text in UTF-8; convert it"
+    for name in ("dataset_dict.json", "train/dataset_info.json", "train/state.json", "train/data-0.arrow"):
+        write(tmp_path / "saved" / name, "{}")
+    problems["saved"] = rf' holds Arrow .*load_from_disk\("{tmp_path}/saved/train"\)\.to_parquet\('
     for name, problem in problems.items():
         with pytest.raises(ValueError, match=f"^--val-data {tmp_path / name}{problem}"):
             texts_behind(str(tmp_path / name), tmp_path, "--val-data")

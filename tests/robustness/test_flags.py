@@ -73,6 +73,12 @@ def test_a_wrong_flag(flags, place, ends, monkeypatch):
     assert contents(place) == before
 
 
+def test_an_error_that_is_longer_than_a_screen_is_cut(refused):
+    error = refused(train.main, ["--norm", "x" * 5000])
+    assert "argument --norm: invalid choice: 'xxx" in error and "xxx ... xxx" in error and "(choose from " in error
+    assert len(error) < 1700
+
+
 @pytest.mark.parametrize("command", [train, generate, ablate, bench])
 def test_the_version_is_that_of_the_citation(command, capsys):
     with pytest.raises(SystemExit, match="0"):
