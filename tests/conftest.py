@@ -1,6 +1,7 @@
 """For all tests: one thread, because their tensors are small; no CUDA device; imported norms; fixtures."""
 
 import hashlib
+import json
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ torch.set_num_threads(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     help = "also test the norms that this file registers, with the oracle in test_KIND.py next to it"
     parser.addoption("--import", dest="imports", action="append", default=[], metavar="FILE.py", help=help)
-    parser.addoption("--record", action="store_true", help="write tests/options.json again, which test_config.py reads")
+    parser.addoption("--record", action="store_true", help="write the records of defaults again, options.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,6 +63,20 @@ def fingerprint() -> Callable[[Path], list[str]]:
         return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
     return digests
+
+
+@pytest.fixture
+def kept(pytestconfig: pytest.Config) -> Callable[[Path, dict[str, dict]], None]:
+    """`kept(file, found)`: no option of a record, by their owners, is gone or has another default. More may be new."""
+
+    def compare(file: Path, found: dict[str, dict]) -> None:
+        if pytestconfig.getoption("record"):
+            file.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        for name, options in json.loads(file.read_text("utf-8")).items():
+            changed = [option for option in options.items() if option not in found.get(name, {}).items()]
+            assert not changed, f"{name}: {changed}; if that is meant, --record writes {file}"
+
+    return compare
 
 
 @pytest.fixture

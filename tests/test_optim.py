@@ -72,22 +72,25 @@ def test_muon_multiplies_in_bfloat16_only_in_such_a_run(dtype, monkeypatch):
     assert seen == {torch.bfloat16 if dtype == "bfloat16" else torch.float32}
 
 
-def test_optimizer_and_settings_of_each_parameter():
+def settings_of(model: Llama, **options: Any) -> dict[str, dict[str, Any]]:
+    """The settings of each parameter, which is in one group of one optimizer, and the kind of that."""
+    names, found = {id(weight): name for name, weight in model.named_parameters()}, list[tuple[str, dict]]()
+    for optimizer in make_optimizers(model, TrainConfig(**options)):
+        for group in optimizer.param_groups:
+            found += [(names[id(weight)], group | {"kind": type(optimizer)}) for weight in group["params"]]
+    assert len(found) == len(names)
+    return dict(found)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_optimizer_and_settings_of_each_parameter(optimizer):
     options: dict[str, Any] = dict(norm="layernorm", tie_embeddings=False, attention_gate="element")
     model = Llama(dim=16, layers=2, heads=2, vocab_size=11, **options)
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    for optimizer in ("muon", "adamw"):
-        optimizers = make_optimizers(model, TrainConfig(optimizer=optimizer, weight_decay=0.3, lr=0.05, momentum=0.3))
-        groups = [group for each in optimizers for group in each.param_groups]
-        for group in groups:
-            assert group["lr"] == 0.05 * group["lr_ratio"] and group.get("momentum", 0.3) == 0.3
-        decay = {names[id(weight)]: group["weight_decay"] for group in groups for weight in group["params"]}
-        assert len(decay) == sum(len(group["params"]) for group in groups) == len(names)
-        for name, rate in decay.items():
-            assert rate == (0.3 if "_proj" in name else 0.0), name
-        by_kind = {names[id(w)]: type(each) for each in optimizers for g in each.param_groups for w in g["params"]}
-        for name, kind in by_kind.items():
-            assert kind is (Muon if optimizer == "muon" and "_proj" in name else AdamW), name
+    for name, group in settings_of(model, optimizer=optimizer, weight_decay=0.3, lr=0.05, momentum=0.3).items():
+        matrix = "_proj" in name
+        assert group["lr"] == 0.05 * group["lr_ratio"] and group.get("momentum", 0.3) == 0.3
+        assert group["weight_decay"] == (0.3 if matrix else 0.0), name
+        assert group["kind"] is (Muon if optimizer == "muon" and matrix else AdamW), name
 
 
 AROUND = ["0.attention_residual.norm", "0.mlp_residual.norm"]
@@ -106,25 +109,17 @@ DECAYED: dict[tuple[str, str], list[str]] = {
 @pytest.mark.parametrize("asked", DECAYED, ids="-".join)
 def test_decayed_gains(asked, optimizer):
     """Biases never are, whatever the norm. norms/test_placement.py has the output norms of every placement."""
-    placement, which = asked
-    model = Llama(dim=8, layers=1, placement=placement, norm="layernorm", qk_norm="head")
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    optimizers = make_optimizers(model, TrainConfig(optimizer=optimizer, decay_gains=which, weight_decay=0.3))
-    groups = [group for each in optimizers for group in each.param_groups]
-    found = {names[id(weight)] for group in groups if group["weight_decay"] for weight in group["params"]}
-    assert sum(len(group["params"]) for group in groups) == len(names)
-    gains = {name.replace("self_attn.", "").removeprefix("layers.") for name in found if "_proj" not in name}
-    assert gains == {f"{name}.weight" for name in DECAYED[asked]}
-    assert {group["weight_decay"] for group in groups} <= {0.0, 0.3}
+    model = Llama(dim=8, layers=1, placement=asked[0], norm="layernorm", qk_norm="head")
+    found = settings_of(model, optimizer=optimizer, decay_gains=asked[1], weight_decay=0.3)
+    rates = {name.replace("self_attn.", "").removeprefix("layers."): found[name]["weight_decay"] for name in found}
+    decayed = {name: rate for name, rate in rates.items() if rate and "_proj" not in name}
+    assert decayed == {f"{name}.weight": 0.3 for name in DECAYED[asked]}
 
 
 @pytest.mark.parametrize("optimizer, embedding", [("muon", 2.0), ("adamw", 1.0)])
 def test_vectors_and_scalars_have_a_rate_of_their_own(optimizer, embedding):
     """Those of norms, also with weight decay, and of placements: scales, queries. Matrices keep theirs."""
     model = Llama(dim=8, layers=1, placement="attnres", qk_norm="head", scaled_embedding=True)
-    config = TrainConfig(optimizer=optimizer, vector_lr=0.25, decay_gains="input")
-    groups = [group for each in make_optimizers(model, config) for group in each.param_groups]
-    for weight, ratio in [(weight, group["lr_ratio"]) for group in groups for weight in group["params"]]:
-        is_embedding = weight is model.embed_tokens.weight
-        assert ratio == (0.25 * embedding if weight.ndim < 2 else embedding if is_embedding else 1.0)
-    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    for name, group in settings_of(model, optimizer=optimizer, vector_lr=0.25, decay_gains="input").items():
+        vector, is_embedding = model.get_parameter(name).ndim < 2, name == "embed_tokens.weight"
+        assert group["lr_ratio"] == (0.25 * embedding if vector else embedding if is_embedding else 1.0), name

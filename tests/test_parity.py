@@ -68,6 +68,11 @@ def their_model(directory: Path, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
+def their_greedy_tokens(model: Any, prompt: Tensor, tokens: int = 8) -> Tensor:
+    options = dict(do_sample=False, max_new_tokens=tokens, pad_token_id=0, attention_mask=torch.ones_like(prompt))
+    return model.generate(prompt, **options)
+
+
 @torch.no_grad()
 def exact_logits(directory: Path, atol: float = 1e-9) -> Tensor:
     """Logits in float64, and that ours and theirs are the same, as are 40 greedy tokens, or fewer if they end."""
@@ -81,9 +86,7 @@ def exact_logits(directory: Path, atol: float = 1e-9) -> Tensor:
         logits, prompt = theirs(tokens).logits, tokens[:1, :8]
         assert logits.dtype == torch.float64
         torch.testing.assert_close(ours(tokens), logits, rtol=0, atol=atol)
-        generated = theirs.generate(
-            prompt, do_sample=False, max_new_tokens=40, attention_mask=torch.ones_like(prompt), pad_token_id=0
-        )
+        generated = their_greedy_tokens(theirs, prompt, 40)
         mine = [token for (token,) in stream_ids(ours, prompt, Sampling(tokens=40, temperature=0), tokenizer.ends)]
     assert mine == generated[0, 8:].tolist()
     return logits
@@ -169,8 +172,6 @@ def test_multipliers_are_folded_into_weights(tmp_path, tokenizer, name):
     torch.testing.assert_close(exact_logits(tmp_path / "again"), before, rtol=0, atol=1e-5)
 
 
-# --- families --------------------------------------------------------------------------------------------------------
-
 # The files of each family, with small sizes. The vocabulary of a tokenizer has its special tokens only; pieces follow.
 FAMILIES: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text("utf-8"))
 PIECES, MERGES = FAMILIES.pop("pieces"), FAMILIES.pop("merges")
@@ -215,8 +216,7 @@ def assert_as_published(directory: Path, files: dict[str, Any]) -> None:
             for weight in {embedding.weight, model.lm_head.weight}:
                 weight[[end, other]] = weight[[other, end]]
         mine = generate(ours, prompt, tokenizer.ends, tokens=8, temperature=0)
-        options = dict(do_sample=False, max_new_tokens=8, pad_token_id=0, attention_mask=torch.ones_like(prompt))
-        assert mine[0, -1] == end and mine.tolist() == theirs.generate(prompt, **options).tolist()
+        assert mine[0, -1] == end and mine.tolist() == their_greedy_tokens(theirs, prompt).tolist()
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -240,12 +240,11 @@ def test_the_command_begins_prompts_and_ends_texts_as_a_family_does(tmp_path, ca
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 317}))
     in_transformers = transformers.AutoTokenizer.from_pretrained(tmp_path)
     prompt, embedding = in_transformers("def", return_tensors="pt").input_ids, weights["model.embed_tokens.weight"]
-    options = dict(do_sample=False, max_new_tokens=8, pad_token_id=0, attention_mask=torch.ones_like(prompt))
     for end in (317, 319):  # it changes places with the third token that comes
         other = int(generate(load_pretrained(tmp_path)[0], prompt, tokens=3, temperature=0)[0, -1])
         embedding[[end, other]] = embedding[[other, end]]
         save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
         command.main(f"--checkpoint {tmp_path} --prompt def --temperature 0 --dtype float32".split())
-        theirs = their_model(tmp_path, torch.float32).generate(prompt, **options)
+        theirs = their_greedy_tokens(their_model(tmp_path, torch.float32), prompt)
         assert theirs[0, -1] == end and len(set(theirs[0].tolist())) > 5
         assert capsys.readouterr().out == in_transformers.decode(theirs[0], skip_special_tokens=True) + "\n"

@@ -80,10 +80,8 @@ def test_other_json_is_text(tmp_path, content, capsys):
     assert text_of(path) == [content]
     for name, count in ((path, 1), (tmp_path, 2)):
         assert len(texts_behind(str(name), tmp_path)) == count
-        assert (
-            f"--data {name}: 1 .json read as one text, such as {path}; convert it to JSON lines, one object a line"
-            in capsys.readouterr().err
-        )
+        line = f"--data {name}: 1 .json read as one text, such as {path}; convert it to JSON lines, one object a line"
+        assert line in capsys.readouterr().err
 
 
 def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_out(tmp_path, capsys):
@@ -97,16 +95,15 @@ def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_ou
     (tmp_path / "link").symlink_to("missing")
     os.mkfifo(tmp_path / "x/pipe")
     found = [str(path.relative_to(tmp_path)) for path in texts_behind(str(tmp_path), tmp_path)]
-    assert found[:5] == ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty"]
-    assert found[5:] == ["test-0.md", "a/b.py", "a/z", "tests/x", "valid/0", "x/1"]
-    left_out = (
-        "hidden: 2 (.git, .hidden); left out as binary or UTF-16: 2 (image.png, a/old.txt); left out as no regular "
-    )
-    left_out += "file: 2 (link, x/pipe); left out as CSV or TSV: 5 (x/0.csv, x/1.csv, x/2.csv, ...)"
+    names = ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty", "test-0.md", "a/b.py", "a/z", "tests/x", "valid/0"]
+    assert found == [*names, "x/1"]
+    reasons = ["11 files", "hidden: 2 (.git, .hidden)", "binary or UTF-16: 2 (image.png, a/old.txt)"]
+    reasons += ["no regular file: 2 (link, x/pipe)", "CSV or TSV: 5 (x/0.csv, x/1.csv, x/2.csv, ...)"]
+    line = f"{tmp_path}: {'; left out as '.join(reasons)}"
     other_split = "to train on, though named like text for --val-data: 2 (test-0.md, valid/0)"
-    assert capsys.readouterr().err == f"--data {tmp_path}: 11 files; left out as {left_out}; {other_split}\n"
+    assert capsys.readouterr().err == f"--data {line}; {other_split}\n"
     texts_behind(str(tmp_path), tmp_path, "--val-data")
-    assert capsys.readouterr().err == f"--val-data {tmp_path}: 11 files; left out as {left_out}\n"
+    assert capsys.readouterr().err == f"--val-data {line}\n"
 
 
 def test_links_are_followed_and_each_real_folder_is_taken_once(tmp_path, capsys):

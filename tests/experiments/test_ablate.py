@@ -4,8 +4,10 @@ import csv
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ import pytest
 import ablate
 from files import lock_file
 from runtime.run_dir import LOCK
+from tests.robustness import conftest
+from tests.robustness.conftest import flags_in
 
 FLAGS = (
     "--dim 16 --layers 2 --heads 2 --context 16 --batch-size 4 --tokenizer bytes --device cpu --dtype float32 "
@@ -20,6 +24,7 @@ FLAGS = (
     "--jobs 2"
 )
 SCRIPTS = ("runs.csv", "arms.csv", "report.json")
+fork, until = conftest.fork, conftest.until
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +101,27 @@ def test_an_ablation_whose_folder_is_in_use_ends_with_4_in_one_line(folder, argu
         code, error = ends(ablate.main, [*arguments, "--seeds", "9"])
     assert code == 4 and "in use" in error and error.count("\n") == 1
     assert "--seeds 9" not in (folder / "command.txt").read_text()
+
+
+def processes_with(text: str) -> list[Path]:
+    """The processes that have `text` in their command."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            found += [path] if text.encode() in path.read_bytes() else []
+    return found
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_an_ablation_that_ends_leaves_no_process(number, code, text, fork, until, tmp_path):
+    """After a signal, its runs save and end before it does."""
+    cells = f"{tmp_path}/run/cells/"
+    flags = [*flags_in(tmp_path, text), "--steps", "100000", "--eval-tokens", "64", "--seeds", "2", "--jobs", "2"]
+    child = fork(ablate.main, flags)
+    until(lambda: len([*tmp_path.glob("run/cells/*/run.json")]) == 2)  # setpriv has done its work
+    child.send(number)
+    assert child.wait() == code, child.text
+    if number == signal.SIGTERM:
+        assert re.findall("^error.*|Traceback", child.text, re.M) == [child.text.splitlines()[-1]]
+        assert child.text.splitlines()[-1].startswith("error: stopped by SIGTERM") and not processes_with(cells)
+    until(lambda: not processes_with(cells))

@@ -49,9 +49,8 @@ def takes(monkeypatch) -> Callable:
 
 def test_shares_of_norms_by_hand(takes, tmp_path, capsys):
     """A copy of 64 × 64 numbers takes 2 µs. Forward moves as many bytes as a copy, forward and backward 2.5 times."""
-    timed = takes(
-        {"copy": 2e-6, "F.layer_norm forward": 3e-6, "F.layer_norm both": 5e-6, "forward": 4e-6, "both": 2e-5}
-    )
+    seconds = {"copy": 2e-6, "F.layer_norm forward": 3e-6, "F.layer_norm both": 5e-6, "forward": 4e-6, "both": 2e-5}
+    timed = takes(seconds)
     report = report_of("norms --rows 64 --dim 64 --device cpu", tmp_path / "new" / "report.json")
     assert report["copy in float32, GB/s"] == pytest.approx(2 * 64 * 64 * 4 / 2e-6 / 1e9)
     assert report["copy in bfloat16, GB/s"] == pytest.approx(2 * 64 * 64 * 2 / 2e-6 / 1e9)

@@ -14,6 +14,7 @@ from files import warned
 from norms import KINDS, TRAITS
 from runtime.run_dir import read_run_file, write_run_file
 from tests.experiments.made import records
+from tests.test_earlier import EARLIER
 
 FLAGS = "--dim 16 --layers 1 --heads 2 --context 16 --tokenizer bytes --device cpu --dtype float32 --steps 4"
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -124,3 +125,13 @@ def test_what_is_no_run_or_damaged_is_refused_in_a_line_and_nothing_is_written(m
     assert "b has options and seed of another run; name one" in refused(ablate.main, ["compare", "a", make("b", 2.1)])
     assert "--out a holds runs" in refused(ablate.main, ["compare", "a", make("c", 2.0, norm="dyt"), "--out", "a"])
     assert not Path("out").exists()
+
+
+def test_a_run_of_an_earlier_version_is_refused_also_as_a_cell(tmp_path, refused, text):
+    shutil.copytree(EARLIER, tmp_path / "ablation/cells/rmsnorm-pre-lr0.05-seed0")
+    sizes = "--dim 8 --layers 1 --heads 2 --hidden-dim 16 --context 16 --vocab-size 300 --steps 6 --lr 0.05 --seeds 1"
+    shared = f"{sizes} --batch-size 4 --device cpu --dtype float32 --eval-every 3 --eval-tokens 1024 --norms rmsnorm"
+    ablation = f"{shared} --data {text} --cache-dir {tmp_path}/cache --out {tmp_path}/ablation"
+    for flags in (ablation, f"compare {EARLIER} {EARLIER}"):
+        said = refused(ablate.main, flags.split())
+        assert "is of another version (format 1, not 3); commit b246c92b927e can read it" in said

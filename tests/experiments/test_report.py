@@ -36,9 +36,8 @@ def shifted(*searches: str, lr: float = 0.01, **differences: float) -> list[Reco
     """
     means = {norm: [1.99 + each, 3 + each, 4.01 + each] for norm, each in differences.items()}
     losses = {rate: [3 + 0.1 * math.log(rate / lr) ** 2] for rate in RATES}
-    return records({"rmsnorm": [2.0, 3.0, 4.0]} | means) + [
-        run for norm in searches for run in search(Arm.of(norm=norm), losses)
-    ]
+    searched = [run for norm in searches for run in search(Arm.of(norm=norm), losses)]
+    return records({"rmsnorm": [2.0, 3.0, 4.0]} | means) + searched
 
 
 def changed(norm: str, runs: list[Record], **values: Any) -> list[Record]:
@@ -149,9 +148,8 @@ def test_the_whole_table_by_hand(summarize, tmp_path):
     bpb: dict[str, list] = {"rmsnorm": [2.0, 3.0, 4.0], "no|ne": [None] * 3, "layernorm": [1.5, 2.6, 3.4]}
     runs = records(bpb | {"batchnorm": [1.9, None, 3.9]}, machine="CPU", commit="abc", seconds=2.5)
     runs = changed("layernorm", runs, step_time=1.27, flops=8.8e11, commit="abc-dirty-1")
-    assert summarize(runs, command="python ablate.py")[1].endswith(
-        "; runs differ in their commit: abc and abc-dirty-1."
-    )
+    conditions = summarize(runs, command="python ablate.py")[1]
+    assert conditions.endswith("; runs differ in their commit: abc and abc-dirty-1.")
     text = (tmp_path / "table.md").read_text()
     start, end = text.index("| arm"), text.index("\n\n`python ablate.py`\n\nseeds 0, 1, 2; CPU\n\n")
     assert "\n\n† Some seeds are missing" in text[end:]
@@ -192,10 +190,10 @@ def test_the_page_has_sentences_table_figures_and_folded_the_rest(summarize, tmp
     runs = [replace(run, log=[] if run.search else log) for run in shifted("rmsnorm", "dyt", dyt=0.1)]
     summarize(runs, command="python ablate.py --norms")
     html = (tmp_path / "report.html").read_text("utf-8")
-    order = (
-        f"<h1>{tmp_path.name}: rmsnorm and dyt</h1>.*Compared .*<h2>Comp.*<td>dyt</td>.*<h2>Learning rates.*<img.*<img"
+    order = f"<h1>{tmp_path.name}: rmsnorm and dyt</h1>.*Compared .*<h2>Comp.*<td>dyt</td>.*<h2>Learning rates"
+    assert re.search(
+        f"{order}.*<img.*<img.*<details><summary>How to.*ablate.py --norms.*<summary>Settings", html, re.DOTALL
     )
-    assert re.search(f"{order}.*<details><summary>How to.*ablate.py --norms.*<summary>Settings", html, re.DOTALL)
     assert html.count("<td>0.01</td><td>0.0000</td>") == 2
 
 

@@ -23,6 +23,7 @@ from files import ROOT
 from model import MLP, LayerCache, Llama
 from runtime.checkpoint import save_pretrained
 from sampling import cast_matrices, generate
+from tests import test_options as options
 from tests.random_values import randomize
 
 TOKENS = torch.randint(0, 61, (3, 17), generator=torch.Generator().manual_seed(0))
@@ -150,19 +151,19 @@ def test_several_tokens_run_plain_and_unknown_ids_are_refused(by_c):
     by_c.clear()
     caches = [steps(decoder, TOKENS[:, :8])[1] for decoder in (plain, ours)]
     assert by_c == [True] * 4
+
+    def assert_alike(ids: Tensor) -> None:
+        found = [decoder.next_logits(ids, cache) for decoder, cache in zip((plain, ours), caches, strict=True)]
+        torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
     for ids, by in ((TOKENS[:, 8:10], False), (TOKENS[:, 10:11].int(), True)):
-        expected, found = (
-            decoder.next_logits(ids, cache) for decoder, cache in zip((plain, ours), caches, strict=True)
-        )
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        assert_alike(ids)
         assert by_c[-1] is by
     with pytest.raises(IndexError):
         ours.next_logits(TOKENS[:, :1] + 61, caches[1])
     for kept in (*caches[0], *caches[1]):  # as when samples have ended: C knows three rows
         kept.keys, kept.values = kept.keys[:1], kept.values[:1]
-    ids = TOKENS[:1, 11:12]
-    expected, found = (decoder.next_logits(ids, cache) for decoder, cache in zip((plain, ours), caches, strict=True))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert_alike(TOKENS[:1, 11:12])
 
 
 @pytest.mark.parametrize("size, error", [(4, RuntimeError), (40, ValueError)])
@@ -222,9 +223,17 @@ VARIANTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("option", options.OPTIONS, ids=options.NAMES)
+def test_other_options_run_plain(option):
+    """One for training only changes nothing here."""
+    name = {"qk_norm_args": "qk_norm", "qk_norm_after_rope": "qk_norm", "norm_args": "zero_centered"}
+    first = name.get(next(iter(option)), next(iter(option)))
+    expected = "None" if first == "z_loss" else f"it does not support {first} "
+    assert str(decode.unsupported(replace(options.SMALL, **option))).startswith(expected)
+
+
 @pytest.mark.parametrize("settings", VARIANTS, ids=str)
 def test_other_architectures_and_sizes_run_plain(settings):
-    """test_options.py has the other options."""
     reason = "to be multiples of 16" if 24 in settings.values() else "it does not support "
     assert reason in str(accelerate(make(**settings)))
 
@@ -244,11 +253,7 @@ def test_under_sanitizers(tmp_path):
     program += "; sys.exit(pytest.main(sys.argv[2:]))"
     found = [subprocess.check_output(["cc", f"-print-file-name=lib{name}.so"], text=True) for name in ("asan", "ubsan")]
     settings = {"LD_PRELOAD": " ".join(found).replace("\n", ""), "ASAN_OPTIONS": "detect_leaks=0"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, flags, "-q", "-k", "not sanitizers", __file__],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | settings | {"XDG_CACHE_HOME": str(tmp_path)},
-    )
+    command = [sys.executable, "-c", program, flags, "-q", "-k", "not sanitizers", __file__]
+    environment = os.environ | settings | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

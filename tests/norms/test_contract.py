@@ -57,10 +57,9 @@ WITH_EPS = [kind for kind in KIND_NAMES if "eps" in inspect.signature(KINDS[kind
 STATEFUL = [kind for kind in KIND_NAMES if [*build_norm(kind, 64).buffers()]]  # others do the same in both modes
 MODES = {kind: [True, False] if kind in STATEFUL else [True] for kind in KIND_NAMES}
 
+CELLS = [(kind, training) for kind, modes in MODES.items() for training in modes]
 each_kind = pytest.mark.parametrize("kind", KIND_NAMES)
-each_kind_and_mode = pytest.mark.parametrize(
-    ("kind", "training"), [(kind, training) for kind, modes in MODES.items() for training in modes]
-)
+each_kind_and_mode = pytest.mark.parametrize(("kind", "training"), CELLS)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -129,9 +128,6 @@ def assert_matches_oracle(kind: str, norm: nn.Module, x: Tensor, y: Tensor | Non
 def test_there_is_an_oracle(kind):
     where = f"test_{kind}.py, in tests/norms or next to the norm's file"
     assert oracle_file(kind), f"norm {kind!r} has no float64 oracle: define oracle(x, state, **norm_args) in {where}"
-
-
-# --- values ----------------------------------------------------------------------------------------------------------
 
 
 @each_kind
@@ -204,9 +200,6 @@ def relative_error(a: Tensor | None, exact: Tensor | None) -> float:
     return ((a.cpu().double() - exact).abs().max() / exact.abs().max()).item()
 
 
-# --- special values --------------------------------------------------------------------------------------------------
-
-
 @each_kind
 @pytest.mark.parametrize("dim", [16, 768])
 @pytest.mark.parametrize("value", [1.0, -3e-5, 0.1, 1e3 + 0.7, 1e6 + 0.3, 1e17])
@@ -269,9 +262,6 @@ def test_invalid_eps_is_refused(kind, eps):
         build_norm(kind, 8, eps=eps)
 
 
-# --- invariances and independence, both ways -------------------------------------------------------------------------
-
-
 @each_kind
 def test_traits_hold_where_they_are_claimed_and_fail_where_they_are_not(kind, device):
     """In training. Scaling by a power of two is exact, so a scale-invariant norm gives the same bits."""
@@ -330,9 +320,6 @@ def test_model_is_causal(kind, training):
                 assert not torch.equal(before[:, :t], after[:, :t])
 
 
-# --- mechanics -------------------------------------------------------------------------------------------------------
-
-
 @each_kind_and_mode
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0,)])
 def test_empty_batch_does_not_change_state(kind, training, shape, device):
@@ -351,10 +338,8 @@ def test_empty_batch_does_not_change_state(kind, training, shape, device):
 @pytest.mark.parametrize("rearranged", ["features first", "strided", "one feature expanded"])
 def test_noncontiguous_input(kind, training, rearranged, device):
     x = normal(7, 64, 64, device=device)
-    x = {"features first": x.permute(2, 0, 1), "strided": x[:, ::2, 1::2]}.get(
-        rearranged, x[..., :1].expand(-1, -1, 64)
-    )
-    x.requires_grad_()
+    views = {"features first": x.permute(2, 0, 1), "strided": x[:, ::2, 1::2]}
+    x = views.get(rearranged, x[..., :1].expand(-1, -1, 64)).requires_grad_()
     norm = trained_norm(kind, x.shape[-1], training, device)
     assert not x.is_contiguous()
     assert_matches_oracle(kind, norm, x)
@@ -384,7 +369,7 @@ def test_parameter_names_shapes_values_and_dtype_and_the_meta_device(kind):
         assert torch.equal(tensor, trained.state_dict()[name])
 
 
-BACKENDS = [(kind, mode, "aot_eager") for kind, modes in MODES.items() for mode in modes]  # it generates no code
+BACKENDS = [(*cell, "aot_eager") for cell in CELLS]  # it generates no code
 INDUCTOR = [pytest.param(*each[:2], "inductor", marks=pytest.mark.slow) for each in BACKENDS if each[0] != "rmsnorm"]
 
 
@@ -409,8 +394,6 @@ def test_compiled_matches_eager(kind, training, backend, device):
     for name, tensor in eager.named_buffers():
         torch.testing.assert_close(dict(norm.named_buffers())[name], tensor)
 
-
-# --- adding a kind ----------------------------------------------------------------------------------------------------
 
 NORM_FILE = """
 from norms import register

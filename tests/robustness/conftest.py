@@ -61,9 +61,6 @@ def same(fingerprint: Callable[[Path], list[str]]) -> Callable[[Path, Path], boo
     return lambda *runs: len({str((fingerprint(r), timeless(r), (r / "samples.txt").read_text())) for r in runs}) == 1
 
 
-# --- commands in forks of this process, which has imported everything ------------------------------------------------
-
-
 ForkProcess = getattr(multiprocessing.context, "ForkProcess", multiprocessing.Process)  # missing on Windows
 
 

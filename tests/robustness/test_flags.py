@@ -1,17 +1,18 @@
-"""Flags of all commands: refused in one line that names the flag, with exit code 2, before anything is created."""
+"""Flags of train.py and generate.py: refused in a line that names the flag, with exit code 2; nothing is created."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-import ablate
-import bench
 import generate
 import train
 from files import ROOT
+from tests.robustness.test_surroundings import COMMANDS
 
-SMALL = "--tokenizer bytes --device cpu --dtype float32 --dim 8 --layers 1 --context 16 --eval-tokens 32 --steps 2"
+RUN = "--data text.txt --tokenizer bytes --device cpu --dtype float32 --dim 8 --layers 1 --context 16 --eval-tokens 32 "
+RUN += "--steps 2"
 REFUSED: dict[str, tuple[Callable, str]] = {
     "--norm batch": (train.main, "argument --norm: invalid choice: 'batch' (choose from "),
     "--norm-arg eps": (train.main, "--norm-arg takes key=value, not 'eps'"),
@@ -32,17 +33,6 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--checkpoint taken --temperature -1": (generate.main, "--temperature must be at least 0, not -1.0"),
     "--checkpoint taken --tokens 16": (generate.main, "--tokens 16 plus 1 of the prompt exceed the model's context of"),
     "--checkpoint missing": (generate.main, "missing has no checkpoint; name a run"),
-    "--norms rmsnorm --out taken": (ablate.main, "taken is a file, or not empty; choose another folder"),
-    "--norms rmsnrm": (ablate.main, "--norms: unknown 'rmsnrm'; choose from batchnorm"),
-    "--placements pre mhc:stream=2": (ablate.main, "placement 'mhc' has no argument 'stream'; it takes streams, end"),
-    "--norm rmsnorm": (ablate.main, "--norm is for a single run; list all values with --norms"),
-    "--factor optimiser=muon,adamw": (ablate.main, "'optimiser' is not an option that can vary"),
-    "--factor clip=1,1": (ablate.main, "--factor clip needs distinct values"),
-    "--lrs 0.005 --min-lr 0.01": (ablate.main, "--min-lr must be from 0 to --lr, 0.005, not 0.01"),
-    "--ladder 32 40 --head-dim 16": (ablate.main, "--dim follows from --ladder; leave it out"),
-    "--tokenizer none --vocab-size 300": (ablate.main, "an ablation compares val_bpb, so token files need their token"),
-    "norms --row 3 --rowz 3": (bench.main, "did you mean --rows?"),
-    "norms --json taken": (bench.main, "--json taken is not a regular file"),
 }
 
 
@@ -53,7 +43,7 @@ def place(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_bytes(text.read_bytes())
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        train.main([*SMALL.split(), "--data", "text.txt", "--out", "taken"])
+        train.main(f"{RUN} --out taken".split())
     return folder
 
 
@@ -63,12 +53,8 @@ def contents(folder: Path) -> set[tuple[Path, int]]:
     return {(path, path.stat().st_mtime_ns) for path in files if ".lock" not in (path.name, path.suffix)}
 
 
-@pytest.mark.parametrize("flags", REFUSED)
-def test_a_wrong_flag(flags, place, ends, monkeypatch):
-    monkeypatch.chdir(place)
-    before, (command, message) = contents(place), REFUSED[flags]
-    whole = command in (generate.main, bench.main) or flags.startswith("--resume")
-    code, error = ends(command, [*([] if whole else [*SMALL.split(), "--data", "text.txt"]), *flags.split()])
+def assert_refused(command: Callable, message: str, arguments: list[str], place: Path, ends: Callable) -> None:
+    before, (code, error) = contents(place), ends(command, arguments)
     assert code == 2 and message in error and error.count("error: ") == error.count("\n") == 1, error
     assert contents(place) == before
 
@@ -79,9 +65,17 @@ def test_an_error_that_is_longer_than_a_screen_is_cut(refused):
     assert len(error) < 1700
 
 
-@pytest.mark.parametrize("command", [train, generate, ablate, bench])
-def test_the_version_is_that_of_the_citation(command, capsys):
+@pytest.mark.parametrize("flags", REFUSED)
+def test_a_wrong_flag(flags, place, ends, monkeypatch):
+    monkeypatch.chdir(place)
+    command, message = REFUSED[flags]
+    whole = command is generate.main or flags.startswith("--resume")
+    assert_refused(command, message, [*([] if whole else RUN.split()), *flags.split()], place, ends)
+
+
+@pytest.mark.parametrize("script", COMMANDS)
+def test_the_version_is_that_of_the_citation(script, capsys):
     with pytest.raises(SystemExit, match="0"):
-        command.main(["--version"])
+        import_module(script.removesuffix(".py")).main(["--version"])
     name, version = capsys.readouterr().out.split()
     assert {f"title: {name}", f"version: {version}"} < {*(ROOT / "CITATION.cff").read_text("utf-8").splitlines()}

@@ -7,14 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 
-import ablate
 import train
 from files import ROOT
 from machine import process
@@ -119,26 +117,3 @@ def test_ignored_signals_stay_ignored(command, undisturbed, fork, same, tmp_path
     child = fork(train_in_background)
     assert child.wait() == 0, child.text
     assert same(tmp_path / "run", undisturbed)
-
-
-def processes_with(text: str) -> list[Path]:
-    """The processes that have `text` in their command."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has just ended
-            found += [path] if text.encode() in path.read_bytes() else []
-    return found
-
-
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_an_ablation_that_ends_leaves_no_process(number, code, flags, fork, until, tmp_path):
-    """After a signal, its runs save and end before it does."""
-    cells = f"{tmp_path}/run/cells/"
-    child = fork(ablate.main, [*flags, "--steps", "100000", "--eval-tokens", "64", "--seeds", "2", "--jobs", "2"])
-    until(lambda: len([*tmp_path.glob("run/cells/*/run.json")]) == 2)  # setpriv has done its work
-    child.send(number)
-    assert child.wait() == code, child.text
-    if number == signal.SIGTERM:
-        assert re.findall("^error.*|Traceback", child.text, re.M) == [child.text.splitlines()[-1]]
-        assert child.text.splitlines()[-1].startswith("error: stopped by SIGTERM") and not processes_with(cells)
-    until(lambda: not processes_with(cells))

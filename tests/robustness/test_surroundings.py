@@ -22,6 +22,7 @@ from runtime.huggingface.weights import stored_tensors
 
 ROOT = Path(__file__).parents[2]
 TINY = "--dim 16 --layers 1 --heads 1 --context 32 --batch-size 4 --tokenizer bytes --device cpu --dtype float32"
+COMMANDS = [name for name in ("train.py", "generate.py", "ablate.py", "bench.py") if (ROOT / name).exists()]
 PLACES = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "PATH"), "/dev/null/missing")
 ODD = PLACES | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONWARNINGS": "error"}
 ODD |= {"MPLBACKEND": "missing"}  # a notebook's, as for !python train.py
@@ -57,7 +58,7 @@ def test_the_printed_command_generates_elsewhere(tmp_path):
     assert left.returncode == 0 and left.stdout and b"Traceback" not in left.stderr, left.stderr
 
 
-@pytest.mark.parametrize("script", ["train.py", "generate.py", "ablate.py", "bench.py"])
+@pytest.mark.parametrize("script", COMMANDS)
 def test_missing_packages_are_one_line(script, tmp_path):
     """As outside the virtual environment. -S leaves out what is installed."""
     command = [sys.executable, "-S", str(ROOT / script)]

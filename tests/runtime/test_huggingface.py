@@ -185,9 +185,6 @@ def test_the_end_of_a_document_is_named_in_any_of_four_files(where, tmp_path):
     assert tokenizer.end_of_document == 256 and tokenizer.ends == ({256, 5} if of_model else {256})
 
 
-# --- models that no architecture expresses ---------------------------------------------------------------------------
-
-
 def test_every_norm_placement_and_recipe_is_saved_and_read_again(tmp_path):
     transformers = pytest.importorskip("transformers")
     variants: list[dict[str, Any]] = [
@@ -258,6 +255,7 @@ WINDOWS: list[tuple[str, dict[str, Any], str]] = [  # "" if it is read
     ("mistral", {"sliding_window": 15}, "sliding_window 15 is not supported; null and 16 or more are"),
     ("mistral", {"sliding_window": (), "max_position_embeddings": 8192}, "sliding_window 4096 is not supported"),
     ("gemma2", {"sliding_window": 8, "layer_types": None}, "sliding_window 8 is not supported"),
+    ("mistral", {"sliding_window": 16}, ""),
     ("gemma3_text", {"rope_parameters": ROPES}, ""),
     ("gemma3_text", {"rope_parameters": ROPES, "rope_scaling": {"rope_type": "default"}}, ""),
     ("olmo3", {"rope_parameters": {"rope_theta": 500.0}}, ""),

@@ -14,6 +14,7 @@ from torch import Tensor
 import train
 from data.batches import training_batch
 from model import Llama, rotate
+from norms.placement import as_tuple
 from pages.run import plot_streams
 from runtime.checkpoint import load_pretrained
 from runtime.flags import read_train
@@ -104,10 +105,6 @@ def test_rows_match_float64(norm, placement, tmp_path):
                 assert row[f"update.{name}"] == pytest.approx(LR * rms(weight.grad) / rms(weight), rel=1e-4)
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def as_tuple(stream: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return stream if isinstance(stream, tuple) else (stream,)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import ablate
 from norms import KINDS, TRAITS
 from train import train
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 STUDENTS, PAGE = ((DOCS / name).read_text("utf-8") for name in ("pre-and-post.md", "python.md"))
 
 
