@@ -46,9 +46,6 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
-# --- filters ---------------------------------------------------------------------------------------------------------
-
-
 FILTERS = {  # of eight tokens, and how many they keep
     Sampling(temperature=0.5): 8,
     Sampling(temperature=1.5, top_k=6, top_p=0.8, min_p=0.1): 4,  # top-p before the temperature would keep three
@@ -85,9 +82,6 @@ def test_a_token_of_probability_0_is_never_sampled_and_reaching_p_is_enough():
     assert draw(logits.expand(2, -1), Sampling(top_k=1), points).tolist() == [2, 2]
 
 
-# --- the sampler -----------------------------------------------------------------------------------------------------
-
-
 def stream(model: Llama, prompt: list[int], sampling: Sampling, samples: int = 1) -> list[list[int]]:
     """In the order of a CPU, and a token ahead as on CUDA, which gives the same ids."""
     found = []
@@ -114,16 +108,18 @@ def test_greedy_sampling_matches_uncached_forward(model):
 
 def test_a_sample_depends_on_the_seed_and_its_index_alone(model):
     """Not on the number of samples or tokens, nor on the global random state, which it keeps."""
-    sampling = Sampling(tokens=20, temperature=1.0)
-    state = torch.get_rng_state()
-    batch = [list(row) for row in zip(*stream(model, [7], sampling, samples=4), strict=True)]
-    assert torch.equal(state, torch.get_rng_state()) and len({tuple(row) for row in batch}) == 4
+
+    def rows(samples: int, tokens: int = 20, seed: int = 0) -> list[tuple[int, ...]]:
+        sampling = Sampling(tokens=tokens, temperature=1.0, seed=seed)
+        return [*zip(*stream(model, [7], sampling, samples), strict=True)]
+
+    state, batch = torch.get_rng_state(), rows(4)
+    assert torch.equal(state, torch.get_rng_state()) and len({*batch}) == 4
     torch.manual_seed(2)
-    alone = [token for (token,) in stream(model, [7], sampling)]
-    assert batch[0][: len(alone)] == alone
-    longer, other = (dataclasses.replace(sampling, **changes) for changes in ({"tokens": 30}, {"seed": 1}))
-    assert [token for (token,) in stream(model, [7], longer)][: len(alone)] == alone
-    assert [token for (token,) in stream(model, [7], other)] != alone
+    for samples, tokens in ((1, 20), (2, 20), (4, 30)):
+        again = rows(samples, tokens)
+        assert [row[: len(batch[0])] for row in again] == [row[: len(again[0])] for row in batch[:samples]]
+    assert not {*rows(4, seed=1)} & {*batch}
 
 
 def test_samples_stop_at_end_of_document():
@@ -145,9 +141,6 @@ def test_samples_stop_at_end_of_document():
         assert None not in pieces[: length + 1] and set(pieces[length + 1 :]) <= {None}
 
 
-# --- from Python -----------------------------------------------------------------------------------------------------
-
-
 def test_generate_appends_the_sampled_ids(model):
     """(T) in, (T + new) out. A batch has one sample per row, with the random numbers of that row."""
     options: dict[str, Any] = dict(tokens=12, temperature=1.0, seed=3)
@@ -162,7 +155,8 @@ def test_generate_appends_the_sampled_ids(model):
         new = generate(model, ids, **options)
         assert new.dtype == torch.int64 and torch.equal(new, expected[0])
     assert len(generate(model, [7])) == CONFIG.context  # as many as fit
-    assert max_new_tokens([], Sampling(), 100_000) == 256 and command.generate is generate
+    assert [max_new_tokens([], Sampling(), context) for context in (48, 100_000)] == [47, 256]
+    assert command.generate is generate
 
 
 def test_memory_is_for_the_tokens_that_are_generated(model, monkeypatch):
@@ -195,9 +189,6 @@ def test_generation_restores_the_mode_and_records_no_gradients():
 def test_generate_says_what_is_wrong(model, ids, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         generate(model, ids)
-
-
-# --- text ------------------------------------------------------------------------------------------------------------
 
 
 def add_in_pieces(raw: bytes, cuts: list[int], stop: list[str]) -> str:
@@ -250,9 +241,6 @@ def test_streamed_text_matches_decoded_text():
     assert stopped == streamed[: streamed.index(stop)]
     could_begin = [streamed[-1] + "\N{SNOWMAN}"]
     assert join_pieces(stream_text(model, tokenizer, prompt, sampling, stop=could_begin)) == streamed
-
-
-# --- command line ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype, fast", [("float32", ""), ("bfloat16", ""), ("float16", "--no-fast")])

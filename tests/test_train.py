@@ -23,7 +23,7 @@ from config import TrainConfig
 from data.tokenizer import ByteTokenizer, train_tokenizer
 from files import ROOT, warned
 from machine import distributed
-from machine.process import NotFinite
+from machine.process import STOP_SIGNALS, NotFinite
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
@@ -71,9 +71,6 @@ def opened(flags: str) -> Run:
 
 def read_metrics(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-# --- learning --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.pictures
@@ -187,9 +184,6 @@ def test_a_step_has_the_windows_of_its_order(make_trainer):
     assert windows == [[6, 1, 5, 2, 7, 4, 3, 0], [7, 3, 5, 6, 4, 0, 2, 1]]
 
 
-# --- optimizer and schedule ------------------------------------------------------------------------------------------
-
-
 def test_each_step_uses_the_learning_rate_of_the_schedule_and_rows_have_mean_losses(command, monkeypatch):
     """Means since the last row, and the last step's gradient norm. `test_a_stopped_run...` has them across a stop."""
     rates, steps, train_step = [], list[dict[str, float]](), train.Trainer.train_step
@@ -243,9 +237,6 @@ def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, monkeypatch
     assert not torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
-# --- stopping and resuming -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -259,9 +250,8 @@ def test_tf32_and_deterministic_hold_for_the_run(flags, on, command, monkeypatch
 def test_a_stopped_run_ends_with_the_same_bits(flags, command, monkeypatch, fingerprint, capsys):
     """With the momentum of Muon and AdamW, running statistics, and a loss scale that is too large at first."""
     init = train.GradScaler.__init__
-    monkeypatch.setattr(
-        train.GradScaler, "__init__", lambda scaler, device, enabled: init(scaler, device, 2.0**26, enabled=enabled)
-    )
+    large = lambda scaler, device, enabled: init(scaler, device, 2.0**26, enabled=enabled)  # noqa: E731
+    monkeypatch.setattr(train.GradScaler, "__init__", large)
     flags = f"--steps 12 --eval-every 3 --save-every 12 --eval-tokens 640 {flags}"
     uninterrupted, train_step = command(flags, "uninterrupted"), train.Trainer.train_step
     first = next(row for row in read_metrics(uninterrupted) if "train_loss" in row)
@@ -328,11 +318,12 @@ def test_gradients_are_clipped(clip, dtype, make_trainer, monkeypatch):
 
 
 def test_dropout_differs_between_steps_seeds_and_ranks_and_repeats_with_them(make_trainer, monkeypatch):
-    """Of the same weights, on a training text of a single window, so that every step has the same batch."""
+    """Of the same weights, on a training text of a single window, so that every step and rank has the same batch."""
     trainer, losses = make_trainer("--dropout 0.5"), []
     run = trainer.run
     run.data = dataclasses.replace(run.data, train=run.data.train[:33])
     monkeypatch.setattr(train, "update_weights", lambda *args: torch.zeros(()))
+    monkeypatch.setattr(distributed, "rows", range)
     for seed, step, rank in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 1, 1), (0, 0, 0)):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         run.config, trainer.step = dataclasses.replace(run.config, seed=seed), step
@@ -373,7 +364,7 @@ def test_evaluation_is_deterministic_without_dropout_and_without_gradients(comma
     assert [len(part) for part in parts] == [4, 4, 4] and found == alone
 
 
-def test_a_finished_run_is_evaluated_and_resuming_does_not_change_it(command, capsys, text, fingerprint):
+def test_a_finished_run_is_evaluated_and_resuming_does_not_change_it(command, capsys, text, fingerprint, ends):
     run = command("--steps 1")
     before = fingerprint(run)
     command("--resume")
@@ -392,9 +383,8 @@ def test_a_finished_run_is_evaluated_and_resuming_does_not_change_it(command, ca
     for path in (text, Path(data)):
         path.write_text(path.read_text() + "one more line\n")
     for flag in ("--resume", "--eval-only"):
-        with pytest.raises(SystemExit) as excinfo:
-            train.main([flag, "--out", str(run)])
-        assert excinfo.value.code == 2 and "was trained with another corpus; start a new run" in capsys.readouterr().err
+        code, error = ends(train.main, [flag, "--out", str(run)])
+        assert code == 2 and "was trained with another corpus; start a new run" in error
 
 
 def test_evaluation_on_training_text_says_so(command, capsys, text, tmp_path):
@@ -448,13 +438,11 @@ def token_folder(folder: Path, tokenizer: Any, text: Path) -> Path:
     return folder
 
 
-def test_token_files_need_no_tokenizer(command, tmp_path, text, capsys):
+def test_token_files_need_no_tokenizer(command, tmp_path, text, capsys, ends):
     """Then there is only val_loss. It is that of the same ids with a tokenizer, which also gives bits per byte."""
     data = token_folder(tmp_path / "ids", ByteTokenizer(), text)
-    with pytest.raises(SystemExit) as exit:
-        command("--steps 2 --vocab-size 100", "refused", "", data)
-    error = "train.bin has the id 114, but --vocab-size is 100\n"
-    assert exit.value.code == 2 and capsys.readouterr().err.endswith(error)
+    code, error = ends(lambda flags: command(flags, "refused", "", data), "--steps 2 --vocab-size 100")
+    assert code == 2 and error.endswith("train.bin has the id 114, but --vocab-size is 100\n")
     without = command("--steps 4 --eval-every 2 --vocab-size 257", "a", "", data)
     with_bytes = command("--steps 4 --eval-every 2", "b", data=data)
     rows, others = ([row for row in read_metrics(run) if "val_loss" in row] for run in (without, with_bytes))
@@ -517,9 +505,6 @@ def test_a_tracker_continues_with_the_run(command, monkeypatch):
     assert first == again != other and (start, step) == (0, 2)
 
 
-# --- from Python -----------------------------------------------------------------------------------------------------
-
-
 def test_train_from_python_is_the_command(command, text, tmp_path, fingerprint, monkeypatch):
     """Twice in one process: the same bits. A wrong option is an error, which does not end the process."""
     by_command = command("--steps 3 --norm dyt --norm-arg alpha=0.25 --no-tie-embeddings --seed 4")
@@ -527,7 +512,9 @@ def test_train_from_python_is_the_command(command, text, tmp_path, fingerprint, 
     options |= {"device": "cpu", "dtype": "float32", "data": [text], "cache_dir": tmp_path / "cache"}
     options |= {"norm": "dyt", "norm_args": {"alpha": 0.25}, "tie_embeddings": False, "steps": 3, "seed": 4}
     monkeypatch.chdir(tmp_path)
+    handlers = [*map(signal.getsignal, STOP_SIGNALS)]
     first = train.train(**options)
+    assert [*map(signal.getsignal, STOP_SIGNALS)] == handlers, "in a notebook, an interrupt stops a cell alone"
     with ThreadPoolExecutor(1) as thread:  # its thread gets no signals
         second = thread.submit(train.train, **options, out="mine", resume=False).result()
     assert (first.folder.name, second.folder) == ("text-dyt-pre", Path("mine"))

@@ -134,9 +134,11 @@ def test_any_directory_gives_its_tokenizer_to_a_new_model(directories, tmp_path)
         read_directory(folder).save(saved)
         assert (saved / "chat_template.jinja").read_text() == "kept" and read_directory(saved).encode("a b")
     assert (no_bos := read_directory(directories["no-bos"])).decode(no_bos.encode("a<sep>b\0")) == "a<sep>b\0"
-    write(tmp_path / "config.json", model_type="gpt2", eos_token_id=[0])
+    write(tmp_path / "config.json", model_type="gpt2", eos_token_id=[502])  # <pad>
     shutil.copy(directories["byte-level"] / "tokenizer.json", tmp_path)
-    assert read_directory(tmp_path).end_of_document == 0, "from config.json, of whatever model"
+    other = read_directory(tmp_path)
+    assert other.end_of_document == 502, "from config.json, of whatever model"
+    assert other.hash != read_directory(directories["byte-level"]).hash, "documents end otherwise"
     (tmp_path / "tokenizer.json").unlink()
     shutil.copy(directories["llama"] / "tokenizer.model", tmp_path)
     with pytest.raises(ValueError, match=r"tokenizer\.model changes text, or has no </s>; AutoTokenizer"):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from config import configure
 from experiments.costs import MOST_ROUNDS, PRECISE, ROUNDS, costs, equal_steps, interval, step_times
@@ -44,7 +45,8 @@ def test_rounds_go_on_until_the_median_of_their_ratios_is_known(clock, monkeypat
     """Or a line says that the machine is busy."""
     for noise in (0.0, 0.2):
         taken = clock(noise)
-        found = step_times(ARMS, 1)
+        found = step_times(ARMS, 3)
+        assert torch.get_num_threads() == 1, "as before"
         assert found[LLAMA] == (1, 1, 1) and found[GEMMA][0] == pytest.approx(1.27, rel=PRECISE)
         assert len(taken) == 2 * (ROUNDS + 3) if noise == 0 else 2 * ROUNDS < len(taken) < 2 * MOST_ROUNDS
     clock(0.9)
@@ -52,9 +54,8 @@ def test_rounds_go_on_until_the_median_of_their_ratios_is_known(clock, monkeypat
     with pytest.raises(ValueError, match=busy):
         step_times(ARMS, 1)
     clock(0)  # what is wider in steps of the first arm may be narrower in percent
-    monkeypatch.setattr(
-        "experiments.costs.interval", lambda each: (4.41, 4.31, 4.51) if each[0] > 1 else (1, 0.96, 1.05)
-    )
+    wide, close = (4.41, 4.31, 4.51), (1, 0.96, 1.05)
+    monkeypatch.setattr("experiments.costs.interval", lambda each: wide if each[0] > 1 else close)
     with pytest.raises(ValueError, match=r"a step takes 1\.00 \(0\.96 to 1\.05\) times"):
         step_times(ARMS, 1)
 

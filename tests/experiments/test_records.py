@@ -34,8 +34,9 @@ def test_what_a_log_says(log, expected):
 def test_settings_are_what_can_change_a_result_and_is_not_at_its_default():
     """What is only saved, logged or watched is none. Micro-batches are one if a norm has statistics over them."""
 
-    def settings(imports: tuple = (), **asked: Any) -> dict[str, str]:
+    def settings(imports: tuple = (), weights: str = "", **asked: Any) -> dict[str, str]:
         run: dict[str, Any] = {"asked": asked, "resolved": fields_of(*configure(asked)), "imports": imports}
+        run |= {"weights_from": {"sha256": {"model.safetensors": weights}}} if weights else {}
         run |= {"corpus": {"name": "text", "hash": "c" * 64}, "tokenizer": {"kind": "bytes", "hash": "d" * 64}}
         del run["resolved"]["min_lr"]  # as before there was one
         return settings_of(run)
@@ -49,6 +50,7 @@ def test_settings_are_what_can_change_a_result_and_is_not_at_its_default():
         ({"device": "cuda:1", "steps": 500}, {"device": "cuda"}),
         ({"recipe": "olmo", "norm": "rmsnorm"}, {"recipe": "olmo"}),
         ({"imports": ({"file": "p.py", "sha256": "1" * 8},)}, {"imports": "p.py@111111"}),
+        ({"init_from": "base", "weights": "2" * 64}, {"init_from": "base@acb948"}),
     ]
     for asked, expected in changes:
         assert dict(settings(**asked).items() - derived.items()) == expected

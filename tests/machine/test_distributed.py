@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import train
 from config import ModelConfig, TrainConfig
-from files import lock_file
+from files import InUse, lock_file
 from machine import distributed
 from model import Llama
 from roles import draw_weights
@@ -57,8 +57,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills a rank")
 
 
 def train_and_record(command: str) -> dict[str, Any]:
-    """Run train.py in this process: its exit code, and what it prints on standard error."""
+    """Run train.py in this process: its exit code, what it prints on standard error, and had before ranks last met."""
     batch, evaluate, errors, code = train.training_batch, train.evaluate, StringIO(), 0
+    gather, printed = distributed.all_gather, [""]
 
     def batch_or_stop(tokens, seed, step, *rest):
         if command.endswith("stopped") and step == 4 and distributed.rank():
@@ -75,6 +76,7 @@ def train_and_record(command: str) -> dict[str, Any]:
         patch.setattr(train, "evaluate", evaluate_or_die)
         graphs = count_graphs(patch)
         patch.setattr(train, "SAMPLE_TOKENS", 8)
+        patch.setattr(distributed, "all_gather", lambda x: printed.append(errors.getvalue()) or gather(x))
         if command.endswith("full") and distributed.is_main():
             full = OSError(errno.ENOSPC, "No space left on device")
             patch.setattr("runtime.checkpoint.save_tensors", Mock(side_effect=full))
@@ -85,7 +87,7 @@ def train_and_record(command: str) -> dict[str, Any]:
             train.main(command.split())
         except SystemExit as exited:
             code = int(exited.code or 0)
-    return {"code": code, "errors": errors.getvalue(), "graphs": len(graphs)}
+    return {"code": code, "errors": errors.getvalue(), "met": printed[-1], "graphs": len(graphs)}
 
 
 def train_all(folder: Path) -> None:
@@ -162,6 +164,9 @@ def test_every_rank_ends_with_the_same_code_and_one_prints(name, trained, folder
     ranks, (_, code, message) = trained[name], ENDS[name]
     assert [rank["code"] for rank in ranks] == [code, code]
     assert message in ranks[0]["errors"] and ranks[1]["errors"] == ""
+    assert message in ranks[0]["met"] or name in ("nonsense", "full"), (
+        "it is killed when another rank has ended"
+    )
     assert (folder / name).exists() == (code != 2)
     if name == "stopped":  # after the same step, with a checkpoint
         assert find_checkpoint(folder / name).name == "step-000005"
@@ -224,7 +229,7 @@ def test_sharding_has_the_matrices_of_a_block_in_bfloat16_and_changes_no_bit(opt
 
 
 @pytest.mark.parametrize("left", ["a folder", "a checkpoint"])
-def test_a_restart_continues_what_its_launch_has_left(left, monkeypatch, tmp_path, common, capsys):
+def test_a_restart_continues_what_its_launch_has_left(left, monkeypatch, tmp_path, common, refused):
     """Also with --preset, which --resume alone refuses."""
     out = tmp_path / "run"
     flags = f"--preset tiny {common} --steps 6 --save-every 3".split()
@@ -241,9 +246,16 @@ def test_a_restart_continues_what_its_launch_has_left(left, monkeypatch, tmp_pat
     train.main([*flags, "--out", str(out)])
     assert find_checkpoint(out).name == "step-000006"
     assert ("resumed" in json.loads((out / "run.json").read_text())) == (left == "a checkpoint")
-    with pytest.raises(SystemExit) as refused:
-        train.main(flags)
-    assert refused.value.code == 2 and "--max-restarts needs --out" in capsys.readouterr().err
+    assert "--max-restarts needs --out" in refused(train.main, flags)
+
+
+@pytest.mark.parametrize("error", [ValueError("a"), OSError(errno.ENOSPC, "b"), InUse("c")], ids=repr)
+def test_an_error_of_a_rank_is_sent_to_all(error, monkeypatch):
+    sent: list[Any] = []
+    monkeypatch.setattr(distributed, "all_gather", lambda found: [sent.append(found), found])
+    with pytest.raises(type(error)), distributed.raise_on_all_ranks():
+        raise error
+    assert sent == [error]
 
 
 def test_what_several_ranks_refuse(monkeypatch, refused):

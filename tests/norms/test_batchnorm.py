@@ -41,10 +41,11 @@ def test_training_steps_and_evaluation_match_torch(norm_args):
     randomize(ours).train()
     theirs.load_state_dict(ours.state_dict(), strict=False)
     for step in range(6):
-        x = (3 * normal(4, 5, 8, seed=step).double() + 1) * (step + 1)
+        x = ((3 * normal(4, 5, 8, seed=step).double() + 1) * (step + 1)).requires_grad_()
         torch.testing.assert_close(ours(x), to_torch(theirs(to_torch(x))), rtol=0, atol=1e-13)
         for name in ("running_mean", "running_var"):
             torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-14, atol=1e-14)
+            assert not getattr(ours, name).requires_grad, "it would keep the graphs of all steps"
     before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
     x = normal(4, 5, 8, seed=50).double()
     torch.testing.assert_close(ours.eval()(x), to_torch(theirs.eval()(to_torch(x))), rtol=0, atol=1e-13)

@@ -42,9 +42,6 @@ def names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-# --- saving ----------------------------------------------------------------------------------------------------------
-
-
 def test_checkpoint_contents(tmp_path):
     """The names of files and tensors are a contract."""
     config = dataclasses.replace(CONFIG, norm="batchnorm", layers=1)
@@ -68,10 +65,9 @@ def test_checkpoint_contents(tmp_path):
         *(f"model.layers.0.{name}.weight" for name in matrices),
         *(f"{norm}.{name}" for norm in norms for name in ("weight", "bias", "running_mean", "running_var")),
     }
-    parameters = [name for name, _ in model.named_parameters()]
-    assert load_file(checkpoint / "optimizer.safetensors").keys() == {
-        f"{name}.{key}" for name in parameters for key in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    }
+    keys = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    expected = {f"{name}.{key}" for name, _ in model.named_parameters() for key in keys}
+    assert load_file(checkpoint / "optimizer.safetensors").keys() == expected
 
 
 def test_numbers_of_optimizers_come_back(tmp_path):
@@ -85,17 +81,14 @@ def test_numbers_of_optimizers_come_back(tmp_path):
 
 
 def test_old_checkpoints_are_deleted_and_the_same_step_is_replaced(tmp_path):
-    for step in (1, 2, 3, 10):
+    for step in (1, 2, 3, 999_999):
         save(tmp_path, step, keep=3)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000002", "step-000003", "step-000010"]
-    again = save(tmp_path, 10, keep=3, note="again")
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000002", "step-000003", "step-999999"]
+    again = save(tmp_path, 999_999, keep=3, note="again")
     assert "again" in (again / "trainer.json").read_text()
-    assert save(tmp_path, 1_000_000, keep=1) == list_checkpoints(tmp_path)[-1]  # one more digit
-    save(tmp_path, 11)  # of a run that has gone back, because those after it are damaged
-    assert names(tmp_path) == ["step-000011", "step-1000000"]
-
-
-# --- damaged checkpoints ---------------------------------------------------------------------------------------------
+    assert save(tmp_path, 1_000_000, keep=2) == list_checkpoints(tmp_path)[-1]  # one more digit
+    save(tmp_path, 11, keep=1)  # of a run that has gone back, because those after it are damaged
+    assert names(tmp_path) == ["step-000011", "step-1000000", "step-999999"]
 
 
 @pytest.mark.parametrize("damage", ["altered", "gone", "{}"])
@@ -117,9 +110,6 @@ def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path, nam
     (older / "config.json").unlink()
     with pytest.raises(ValueError, match=rf"{name} .*no other checkpoint of .* is intact"):
         intact_checkpoint(tmp_path)
-
-
-# --- from Python -----------------------------------------------------------------------------------------------------
 
 
 def replace(owner: Any, weight: torch.Tensor, name: str = "weight") -> None:
