@@ -36,7 +36,7 @@ from pages.run import write_page
 from roles import draw_weights, matrices
 from runtime import checkpoint as checkpoints
 from runtime.flags import read_keywords, read_train, to_flags
-from runtime.huggingface.directory import read_config, read_model, stored_state
+from runtime.huggingface.directory import open_model, read_config, read_model, stored_state
 from runtime.parallel import Parallel, matrices_on_meta
 from runtime.plugins import command_to_type, import_files, import_flags
 from runtime.progress import Progress, losses_line
@@ -207,22 +207,21 @@ class Trainer:
         checkpoint = distributed.from_main(checkpoints.intact_checkpoint, run.folder) if run.earlier else None
         torch.manual_seed(config.seed)  # imported norms may draw initial weights
         with distributed.raise_on_all_ranks():
-            source = None if checkpoint else run.source
             if config.shard:
                 with matrices_on_meta():
                     self.model = Llama(run.model_config, config.seed)
-            elif source:
-                self.model = read_model(source, run.model_config).to(run.device, torch.float32)
+            elif run.source:
+                self.model = read_model(run.source, run.model_config).to(run.device, torch.float32)
             else:
                 self.model = Llama(run.model_config, config.seed).to(run.device, torch.float32)
         self.model.recompute = config.recompute
         self.parallel = Parallel(self.model, config.shard, run.device, run.dtype, config.compile)
         self.objective = self.parallel.objective
-        if config.shard and not (source or checkpoint):
+        if config.shard and not (run.source or checkpoint):
             draw_weights(self.model, config.seed, distributed.copy)
         with distributed.raise_on_all_ranks():
-            if config.shard and source:
-                checkpoints.load_weights(source, self.model)
+            if config.shard and run.source:
+                checkpoints.load_weights(open_model(run.source, run.model_config)[1], self.model)
             stored_state(self.model)  # a model that no checkpoint can hold is an error now
         self.optimizers = make_optimizers(self.model, config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
@@ -240,8 +239,6 @@ class Trainer:
     def restore(self, checkpoint: Path) -> None:
         """Continue from a checkpoint of the run."""
         with distributed.raise_on_all_ranks():
-            same = read_config(checkpoint)[0] == self.run.model_config
-            require(same, f"{checkpoint} does not match the model in {self.run.folder / 'run.json'}")
             state = checkpoints.load_checkpoint(checkpoint, self.model, self.optimizers)
             here, there = self.run.id, state.get("run", self.run.id)
             found = f"{checkpoint} holds step {state['step']} of run {there}, and this is run {here}; move it away"
@@ -386,14 +383,16 @@ def evaluate(model: Llama, run: Run) -> tuple[float, float | None]:
 def evaluate_only(run: Run) -> None:
     """Print the loss of the run's newest checkpoint, or of the model in `--init-from`, also as JSON."""
     with bad_input(), distributed.raise_on_all_ranks():
-        checkpoint = run.source if run.source and not run.earlier else checkpoints.find_checkpoint(run.folder)
-        same = not run.earlier or read_config(checkpoint)[0] == run.model_config
-        require(same, f"{checkpoint} does not match the model in {run.folder / 'run.json'}")
-        model = read_model(checkpoint, run.model_config).to(run.device, torch.float32).eval()
+        source = run.source
+        if run.earlier or not source:
+            source = read_config(checkpoints.find_checkpoint(run.folder))
+            same = source.config == run.model_config
+            require(same, f"{source.directory} does not match the model in {run.folder / 'run.json'}")
+        model = read_model(source, run.model_config).to(run.device, torch.float32).eval()
     val_loss, val_bpb = evaluate(model, run)
     if distributed.is_main():
-        print(f"{checkpoint}: {losses_line(val_loss, val_bpb)}")
-        print(json.dumps({"checkpoint": str(checkpoint), "val_loss": val_loss, "val_bpb": val_bpb}))
+        print(f"{source.directory}: {losses_line(val_loss, val_bpb)}")
+        print(json.dumps({"checkpoint": str(source.directory), "val_loss": val_loss, "val_bpb": val_bpb}))
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

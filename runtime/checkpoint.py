@@ -24,8 +24,8 @@ from data.tokenizer import Tokenizer
 from files import describe_write_error, read_json, require, sha256, sync, warn
 from machine import distributed
 from model import Llama
-from runtime.huggingface.directory import CONFIG, open_model, read_model, read_tokenizer, stored_state, write_model
-from runtime.huggingface.weights import save_tensors, stored_tensors, weight_files
+from runtime.huggingface.directory import open_model, read_config, read_model, read_tokenizer, stored_state, write_model
+from runtime.huggingface.weights import StoredTensor, save_tensors, stored_tensors, weight_files
 from runtime.run_dir import newest_run
 
 OPTIMIZER, TRAINER, MANIFEST = "optimizer.safetensors", "trainer.json", "manifest.json"
@@ -112,8 +112,8 @@ def save_pretrained(directory: str | Path, model: Llama, tokenizer: Tokenizer) -
     try:
         with describe_write_error(directory, sum(tensor.nbytes for tensor in state.values())):
             write_model(directory, model, state, tokenizer)
-            read_tokenizer(directory)
-            for stored in open_model(directory)[1].values():
+            read_tokenizer(written := read_config(directory))
+            for stored in open_model(written)[1].values():
                 stored.read()
     except BaseException:
         for path in directory.iterdir():
@@ -138,7 +138,7 @@ def find_checkpoint(where: str | Path | None) -> Path:
     if (folder / MANIFEST).is_file() or (folder / TRAINER).is_file():
         verify(folder, leave_out=TRAINING_STATE)
         return folder
-    found = folder if (folder / CONFIG).is_file() else intact_checkpoint(folder, leave_out=TRAINING_STATE)
+    found = folder if (folder / "config.json").is_file() else intact_checkpoint(folder, leave_out=TRAINING_STATE)
     if found is None:
         raise ValueError(f"{folder} has no checkpoint; name a run, one of its checkpoints, or a Hugging Face directory")
     return found
@@ -176,8 +176,8 @@ def load_pretrained(directory: str | Path, device: torch.device | str = "cpu") -
 def open_checkpoint(where: str | Path | None, device: torch.device | str = "cpu") -> tuple[Path, Llama, Tokenizer]:
     """What `find_checkpoint` finds, and what `load_pretrained` returns for it."""
     checkpoint = find_checkpoint(where)
-    tokenizer = read_tokenizer(checkpoint)
-    return checkpoint, read_model(checkpoint).to(device).eval(), tokenizer
+    tokenizer = read_tokenizer(source := read_config(checkpoint))
+    return checkpoint, read_model(source).to(device).eval(), tokenizer
 
 
 def weight_hashes(checkpoint: Path) -> dict[str, Any]:
@@ -187,16 +187,18 @@ def weight_hashes(checkpoint: Path) -> dict[str, Any]:
     return {"directory": str(checkpoint.resolve()), "sha256": hashes}
 
 
-def load_weights(directory: Path, model: Llama) -> None:
-    """Copy the stored weights into `model`, which may be sharded, one tensor after another."""
+def load_weights(weights: dict[str, StoredTensor], model: Llama) -> None:
+    """Copy stored weights into `model`, which may be sharded, one tensor after another."""
     expected = stored_state(model)
-    for name, stored in open_model(directory, model.config)[1].items():
+    for name, stored in weights.items():
         distributed.copy(expected[name], stored.read())
 
 
 def load_checkpoint(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> dict[str, Any]:
     """Restore weights and optimizer state of an intact checkpoint bit for bit. Returns what trainer.json contains."""
-    load_weights(checkpoint, model)
+    source, run_file = read_config(checkpoint), checkpoint.parents[1] / "run.json"
+    require(source.config == model.config, f"{checkpoint} does not match the model in {run_file}")
+    load_weights(open_model(source)[1], model)
     weights = dict(model.named_parameters())
     owners = {weight: each for each in optimizers for group in each.param_groups for weight in group["params"]}
     for stored in stored_tensors(checkpoint / OPTIMIZER).values():
@@ -215,7 +217,7 @@ def load_checkpoint(checkpoint: Path, model: Llama, optimizers: list[Optimizer])
 def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
     """Raise ValueError, naming the file, unless every file but those in `leave_out` matches the manifest."""
     hashes = read_json(checkpoint / MANIFEST, dict[str, str])
-    listed = hashes.keys() >= {CONFIG, *TRAINING_STATE}
+    listed = hashes.keys() >= {"config.json", *TRAINING_STATE}
     require(listed, f"{checkpoint / MANIFEST} is damaged: it does not list the files of a checkpoint")
     for name in hashes.keys() - leave_out:
         file = checkpoint / name

@@ -19,10 +19,7 @@ EVERY = 30  # seconds between lines where there is no progress bar, and between 
 
 
 class Progress(ExitStack):
-    """Opens the run directory at `step`: writes run.json from its `description`, and drops what came after the step.
-
-    `write_page` draws the page of a run directory, with gzip's bits per byte of the validation text.
-    """
+    """Opens the run directory at `step`: writes run.json from its `description`, and drops what came after the step."""
 
     def __init__(self, run: Run, description: RunFile, step: int, write_page: Callable[[Path, float | None], None]):
         super().__init__()

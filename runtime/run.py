@@ -23,7 +23,7 @@ from machine import distributed
 from machine.device import check_compile, describe, has_device, pick_device, pick_dtype
 from norms import TRAITS
 from runtime.checkpoint import TRAINING_STATE, find_checkpoint, intact_checkpoint, weight_hashes
-from runtime.huggingface.directory import open_model, read_tokenizer
+from runtime.huggingface.directory import StoredModel, open_model, read_config, read_tokenizer
 from runtime.plugins import check_imported_norm, import_records, warn_of_imports
 from runtime.run_dir import RUNS_FOLDER, RunFile, check_has_no_run, load_run, make_run_dir, newest_run, read_run_file
 
@@ -41,7 +41,7 @@ class Run:
     data: Prepared
     command: list[str]
     earlier: RunFile | None = None  # the run.json of the run that is continued or evaluated
-    source: Path | None = None  # the checkpoint that --init-from names, unless the run has its own
+    source: StoredModel | None = None  # what --init-from names, unless the run has its own weights
     id: str = ""  # its checkpoints have it, and Weights & Biases knows the run by it
 
     @property
@@ -76,26 +76,24 @@ def find_run(asked: Asked, command: list[str], launch: list[str]) -> Run:
     for_new = "--init-from is for new runs, or for --eval-only with --data; a run has its own weights"
     require(not (own_weights and asked.get("init_from")), for_new)
     folder, earlier = find_folder(asked, launch)
-    previous = earlier or read_config_file(asked)
-    everything, model, config, tokenizer, source = resolve(asked, previous, earlier is not None)
+    everything, model, config, tokenizer, source = resolve(asked, earlier or read_config_file(asked), bool(earlier))
     changed, fixed = changed_options(earlier["resolved"], model, config) if earlier else ([], [])
     require(not fixed, f"the run in {folder} has {'; '.join(fixed)}; start a new run to change that")
     above = (folder or RUNS_FOLDER / "new").resolve().parents
     paths = {*config.data, *config.val_data} - {"python", "shakespeare"}
     inside = not eval_only and any(Path(os.path.realpath(path)) in above for path in paths)
     require(not inside, f"--data contains {folder or RUNS_FOLDER}, where the run is written; choose an --out elsewhere")
-    names = config.data
-    val_names = config.val_data
+    names, val_names = config.data, config.val_data
     text = other_text(text, config, earlier) if eval_only else []
     if text:
         names, val_names = [], text
         config = replace(config, eval_tokens=asked.get("eval_tokens", MAX_SIZE))
-        tokenizer = tokenizer or read_tokenizer(find_checkpoint(folder))
+        tokenizer = tokenizer or read_tokenizer(read_config(find_checkpoint(folder)))
     elif earlier and folder and (config.init_from or config.tokenizer not in TOKENIZER_KINDS):
         saved = intact_checkpoint(folder, TRAINING_STATE)  # DIR may be gone by now
-        source = find_checkpoint(config.init_from) if config.init_from and not saved else None
-        if place := saved or source:
-            tokenizer = read_tokenizer(place)
+        if saved or config.init_from:
+            stored = read_config(saved or find_checkpoint(config.init_from))
+            tokenizer, source = read_tokenizer(stored), None if saved else stored
     cache, size, column = Path(config.cache_dir), model.vocab_size, config.text_column
     data = prepare(names, config.tokenizer, size, cache, model.context, tokenizer, val_names, column)
     for name, here in (("corpus", data.corpus_hash), ("tokenizer", data.tokenizer.hash)):
@@ -151,7 +149,7 @@ def read_config_file(asked: Asked) -> RunFile | None:
 
 def resolve(
     asked: Asked, previous: RunFile | None = None, continues: bool = False
-) -> tuple[Asked, ModelConfig, TrainConfig, Tokenizer | None, Path | None]:
+) -> tuple[Asked, ModelConfig, TrainConfig, Tokenizer | None, StoredModel | None]:
     """What was asked, with the preset, the configurations that follow on this machine, and what `open_files` opened.
 
     `previous` is the run.json of the run that goes on, if this `continues` one, or whose options are taken. Raises
@@ -195,10 +193,10 @@ def resolve(
     return everything, model, training, tokenizer, source
 
 
-def open_files(asked: Asked) -> tuple[Tokenizer | None, Path | None, Asked]:
-    """The tokenizer in a file, the checkpoint in --init-from, and the options that follow; see `configure`."""
+def open_files(asked: Asked) -> tuple[Tokenizer | None, StoredModel | None, Asked]:
+    """The tokenizer in a file, the model in --init-from, and the options that follow; see `configure`."""
     if asked.get("init_from"):
-        source = find_checkpoint(asked["init_from"])
+        source = read_config(find_checkpoint(asked["init_from"]))
         tokenizer = read_tokenizer(source)
         return tokenizer, source, asdict(open_model(source)[0].config) | {"tokenizer": tokenizer.kind}
     if "tokenizer" not in asked and find_token_files([*asked.get("data", ()), *asked.get("val_data", ())]):
@@ -242,7 +240,7 @@ def check_options(model: ModelConfig, config: TrainConfig, ranks: int) -> None:
 
 def describe_run(run: Run, parameters: int) -> RunFile:
     """The contents of `run.json`: what is needed to repeat the run, and what it ran on. All ranks call it."""
-    origin = {"weights_from": weight_hashes(run.source)} if run.source and distributed.is_main() else {}
+    origin = {"weights_from": weight_hashes(run.source.directory)} if run.source and distributed.is_main() else {}
     return {
         "asked": run.asked,
         "resolved": fields_of(run.model_config, run.config),

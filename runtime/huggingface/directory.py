@@ -6,9 +6,10 @@ a model_type of ours, which `transformers` refuses, and the reason.
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from config import ModelConfig, check_fields
 from data.pretrained import PretrainedTokenizer, read_files
 from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
-from files import is_a, read_json, require, warn
+from files import CHECKSUM, digest, is_a, read_json, require, warn
 from machine import distributed
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, layout, to_theirs
@@ -56,6 +57,7 @@ def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokeniz
     except ValueError as reason:
         described |= {"model_type": OWN_TYPE, "not_in_transformers": str(reason)}
     own = {"format": FORMAT, "model": asdict(config), "tokenizer": tokenizer.kind, "imports": import_records()}
+    own[CHECKSUM] = digest(described | {OWN: own})
     (directory / CONFIG).write_text(json.dumps(described | {OWN: own}, indent=1), "utf-8")
     tensors = {name: stored.to_theirs(ours, state) for name, ours in stored.places(state).items()}
     save_tensors(tensors, directory / WEIGHTS)
@@ -103,36 +105,47 @@ def stored_state(model: Llama) -> dict[str, Tensor]:
     return state
 
 
-def read_config(directory: Path) -> tuple[ModelConfig, str | None]:
-    """The configuration, and the kind of our tokenizer if it is known. A ValueError names file and field."""
+@dataclass(frozen=True)
+class StoredModel:
+    """A model in a directory, and what its config.json says. `tokenizer` is the kind of ours, if it is known."""
+
+    directory: Path
+    config: ModelConfig
+    tokenizer: str | None
+    described: dict[str, Any]
+
+
+def read_config(directory: Path) -> StoredModel:
+    """The model in a directory. A ValueError names file and field."""
     path = directory / CONFIG
     described = read_json(path, dict)
     try:
         own = described.get(OWN)
         if own is None:
-            return from_theirs(described), None
+            return StoredModel(directory, from_theirs(described), None, described)
         version = own["format"]
         require(version == FORMAT, f"another version of normal-llama wrote it: its format is {version!r}, not {FORMAT}")
         check_fields(own["model"], OWN)
         warn_of_imports(own["imports"], added=True)
         config = ModelConfig(**own["model"])
-        if described.get("model_type") != OWN_TYPE:
+        unchanged = own.pop(CHECKSUM, None) == digest(described)
+        if not unchanged and described.get("model_type") != OWN_TYPE:
             theirs = from_theirs(described)
             if theirs != from_theirs(to_theirs(config)):
                 config = theirs  # others have changed their fields, which say what is stored
-        return config, own["tokenizer"]
+        return StoredModel(directory, config, own["tokenizer"], described)
     except KeyError as error:
         raise ValueError(f"{path}: {OWN} lacks {error}") from None
     except (AttributeError, TypeError, ValueError) as error:  # also of values of other types
         raise ValueError(f"{path}: {error}") from None
 
 
-def read_model(directory: Path, config: ModelConfig | None = None) -> Llama:
+def read_model(source: StoredModel, config: ModelConfig | None = None) -> Llama:
     """The model on the CPU, in the dtype of the files. Memory peaks one tensor above the weights' size.
 
     `config` may differ from the stored one in what has no weights. Raises ValueError before anything is allocated.
     """
-    model, weights = open_model(directory, config)
+    model, weights = open_model(source, config)
     state = {name: stored.read() for name, stored in weights.items()}
     if model.config.tie_embeddings:
         state["lm_head.weight"] = state["embed_tokens.weight"]
@@ -140,9 +153,9 @@ def read_model(directory: Path, config: ModelConfig | None = None) -> Llama:
     return model
 
 
-def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llama, dict[str, StoredTensor]]:
+def open_model(source: StoredModel, config: ModelConfig | None = None) -> tuple[Llama, dict[str, StoredTensor]]:
     """The model without storage, and the stored tensor of each name in its `stored_state`. See `read_model`."""
-    config = config or read_config(directory)[0]
+    directory, config = source.directory, config or source.config
     found = stored_tensors(*weight_files(directory))
     size = sum(path.stat().st_size for path in {stored.path for stored in found.values()})
     fits = 4 * config.context * config.head_dim <= max(MAX_ROPE_BYTES, size)
@@ -155,7 +168,7 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
         head, embedding = found.pop("lm_head.weight"), found.get("model.embed_tokens.weight")
         same = embedding and embedding.shape == head.shape and torch.equal(embedding.read(), head.read())
         require(same, f"{head.path}: lm_head.weight is not the embedding, but tie_word_embeddings is true")
-    expected, stored = stored_state(model), layout(read_json(directory / CONFIG, dict), config)
+    expected, stored = stored_state(model), layout(source.described, config)
     matched, differs = {}, f"{directory / WEIGHTS} does not match {directory / CONFIG}: it"
     for name, ours in stored.places(expected).items():
         require(name in found, f"{differs} lacks {name}")
@@ -170,16 +183,15 @@ def open_model(directory: Path, config: ModelConfig | None = None) -> tuple[Llam
     return model, matched
 
 
-def read_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a directory. Raises ValueError if it is missing, damaged or does not match the model."""
-    config, kind = read_config(directory)
+def read_tokenizer(source: StoredModel) -> Tokenizer:
+    """The tokenizer beside a model. Raises ValueError if it is missing, damaged or does not match the model."""
+    directory, kind, described = source.directory, source.tokenizer, source.described
     theirs = (directory / "tokenizer.json").is_file()
     if kind is None or (kind == SentencePieceTokenizer.kind and theirs):
         kind = PRETRAINED  # transformers saves a tokenizer.json, and reads no tokenizer.model beside it
     if kind == ByteTokenizer.kind and theirs:
         added = read_json(directory / "tokenizer.json", dict).get("added_tokens", ())
         kind = PRETRAINED if len(added) > 1 else kind  # tokens were added to ours
-    described = read_json(directory / CONFIG, dict)
     generation = read_json(directory / GENERATION, dict) if (directory / GENERATION).is_file() else {}
     ends = []
     for ids in (described.get("eos_token_id"), generation.get("eos_token_id")):
@@ -188,11 +200,11 @@ def read_tokenizer(directory: Path) -> Tokenizer:
     if kind == PRETRAINED:
         tokenizer: Tokenizer = PretrainedTokenizer(directory)
     else:
-        tokenizer = load_tokenizer(kind, directory, config.vocab_size)
+        tokenizer = load_tokenizer(kind, directory, source.config.vocab_size)
         tokenizer.files = read_files(directory) | tokenizer.files
     tokenizer.ends |= set(ends)
     tokenizer.token_ids = {name: described[name] for name in TOKEN_IDS if name in described}
     tokenizer.generation = generation
-    needed, there = tokenizer.text_vocab_size, config.vocab_size  # some models round it up
+    needed, there = tokenizer.text_vocab_size, source.config.vocab_size  # some models round it up
     require(needed <= there, f"{directory}: the tokenizer needs {needed} ids, and the model has {there}")
     return tokenizer

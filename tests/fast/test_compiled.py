@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fast.compiled import CompiledDecoder, StaticCache
-from generate import Sampling, stream_ids
 from machine.device import deterministic
 from model import Llama
+from sampling import Sampling, stream_ids
 from tests import test_options as options
 from tests.random_values import normal, randomize
 from tests.test_compile import SMALL, count_graphs

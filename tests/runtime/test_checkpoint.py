@@ -17,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 from config import ModelConfig
 from data.tokenizer import ByteTokenizer
+from files import digest
 from model import Llama
 from runtime.checkpoint import (
     find_checkpoint,
@@ -55,7 +56,8 @@ def test_checkpoint_contents(tmp_path):
     assert len({path.stat().st_mode for path in checkpoint.iterdir()}) == 1  # the umask's mode
     described = json.loads((checkpoint / "config.json").read_text())
     own = {"format": 1, "model": dataclasses.asdict(config), "tokenizer": "bytes", "imports": []}
-    assert described["normal_llama"] == own
+    checksum = described["normal_llama"].pop("sha256")
+    assert described["normal_llama"] == own and checksum == digest(described)
     assert described["model_type"] == "normal-llama" and "no Hugging Face" in described["not_in_transformers"]
     assert json.loads((checkpoint / "trainer.json").read_text()) == {"step": 600, "numbers": {}, "seconds": 2.5}
     norms = ("model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm", "model.norm")

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 import generate
 from config import ModelConfig, configure
 from data.tokenizer import ByteTokenizer, train_tokenizer
-from files import sha256
+from files import read_json, sha256
 from model import Llama
 from norms import KINDS
 from norms.placement import PLACEMENTS
@@ -214,13 +214,26 @@ def test_every_norm_placement_and_recipe_is_saved_and_read_again(tmp_path):
     assert expressed == [*expected, {"placement": "sandwich", "layers": 4}, {"embedding_scale": 2.0}]
 
 
-def test_fields_changed_by_others_count_more_than_ours(tmp_path):
+def test_what_is_as_we_wrote_it_is_not_translated_and_fields_of_others_count_more(tmp_path, monkeypatch):
+    """config.json is read once. Directories of earlier commits have no checksum."""
     config = dataclasses.replace(LLAMA, dropout=0.25, norm_args={"cast_order": "llama"})
     save_pretrained(tmp_path, Llama(config), ByteTokenizer())
+    read, where = list[Path](), "runtime.huggingface.directory"
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{where}.read_json", lambda path, kind: read.__iadd__([path]) and read_json(path, kind))
+        for name in ("from_theirs", "to_theirs"):
+            patch.setattr(f"{where}.{name}", pytest.fail)
+        assert load_pretrained(tmp_path)[0].config == config and read.count(tmp_path / "config.json") == 1
+    own = json.loads((tmp_path / "config.json").read_text())["normal_llama"]
+    change_config(tmp_path, normal_llama=own | {"model": own["model"] | {"norm_args": {"eps": 0.25}}})
+    assert load_pretrained(tmp_path)[0].config == from_theirs(to_theirs(config))
+    earlier = {name: value for name, value in own.items() if name != "sha256"}
+    change_config(tmp_path, normal_llama=earlier)
     assert load_pretrained(tmp_path)[0].config == config
-    change_config(tmp_path, rms_norm_eps=0.5)
-    changed = load_pretrained(tmp_path)[0].config
-    assert changed.norm_args["eps"] == 0.5 and changed == from_theirs(to_theirs(changed))
+    for ours, eps in ((earlier, 0.25), (own, 0.5)):
+        change_config(tmp_path, normal_llama=ours, rms_norm_eps=eps)
+        changed = load_pretrained(tmp_path)[0].config
+        assert changed.norm_args["eps"] == eps and changed == from_theirs(to_theirs(changed))
 
 
 OF_OTHER_PARTS = ("sliding_window", "original_max_position_embeddings")
