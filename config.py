@@ -31,12 +31,7 @@ ARGUMENTS = {"norm_args": "norm", "qk_norm_args": "norm", "placement_args": "pla
 # Options about a part of the model, and the option that adds the part, unless it is "none".
 NEEDS = {"qk_norm_args": "qk_norm", "qk_norm_after_rope": "qk_norm", "gate_activation": "attention_gate"}
 # Comparisons of a value with a bound, and what an error says. NaN is within no bounds.
-COMPARISONS = {
-    "at least": operator.ge,
-    "at most": operator.le,
-    "above": operator.gt,
-    "below": operator.lt,
-}
+COMPARISONS = {"at least": operator.ge, "at most": operator.le, "above": operator.gt, "below": operator.lt}
 COUNT = {"at least": 1, "at most": MAX_SIZE}
 NOT_NEGATIVE = {"at least": 0, "below": math.inf}
 POSITIVE = {"above": 0, "below": 1e36}  # an optimizer multiplies it, and fp32 ends at 3e38
@@ -246,7 +241,7 @@ class TrainConfig:
     steps: int = option(500, "optimizer steps")
     batch_size: int = option(8, "sequences in one optimizer step, over all ranks")
     micro_batch_size: int = option(None, "maximum sequences per forward pass; must divide --batch-size (default: all)")
-    lr: float = option(0.015, "peak learning rate", bounds=POSITIVE)
+    lr: float = option(0.015, "peak learning rate; Muon's default follows the sizes of tiny", bounds=POSITIVE)
     vector_lr: float = option(
         1.0, "learning rate of vectors and scalars, which norms and placements own, relative to the embedding's"
     )
@@ -296,7 +291,7 @@ class TrainConfig:
         require(self.data and all(self.data), "--data must not be empty; name python, shakespeare, or a path")
         require(all(self.val_data), "--val-data must not be empty; name python, shakespeare, or a path")
         require(self.cache_dir != "", "--cache-dir must not be empty; use . for the current directory")
-        require(self.min_lr <= self.lr, f"--min-lr must be from 0 to --lr, {self.lr}, not {self.min_lr}")
+        require(self.min_lr <= self.lr, f"--min-lr {self.min_lr} is above the learning rate, {self.lr}; --lr sets it")
         longest = int(self.steps * (1 - WSD_DECAY)) if self.schedule == "wsd" else self.steps - 1
         too_long = f"--warmup {self.warmup} is too long: with --steps {self.steps} and --schedule {self.schedule}"
         require(self.warmup <= longest, f"{too_long} it can be at most {longest}")
@@ -309,6 +304,9 @@ FIELDS = {each.name: each for config in (ModelConfig, TrainConfig) for each in d
 DEFAULTS: Asked = {
     name: each.default_factory() if callable(each.default_factory) else each.default for name, each in FIELDS.items()
 }
+
+# How the best learning rate of Muon changes with a size: the power, and the range where it was measured.
+LR_POWERS = {"dim": (-0.95, 64, 256), "steps": (-0.6, 500, 4000), "batch_size": (0.35, 8, 32)}
 
 # Options that have been removed, at the defaults they had: files of earlier commits have them.
 REMOVED: Asked = {"cuda_graph": False}
@@ -393,7 +391,24 @@ def configure(
         require(size == 257, f"--vocab-size {size}: --tokenizer bytes has 257 ids; leave it out")
     elif given.get("tokenizer") == "none":
         require("vocab_size" in asked, "token files need --tokenizer DIR or bytes, or --vocab-size")
+    if not (preset or pretrained or "lr" in asked):
+        given["lr"] = carry_lr(DEFAULTS["lr"], DEFAULTS, whole)
     return configs_of(given)
+
+
+def carry_lr(lr: float, there: Asked, here: Asked) -> float:
+    """The learning rate at the sizes `here` that corresponds to `lr` at the sizes `there`. Only Muon's changes."""
+    factor = 1.0
+    for name, (power, low, high) in LR_POWERS.items() if here["optimizer"] == "muon" else ():
+        before, after = (min(max(sizes[name], low), high) for sizes in (there, here))
+        factor *= (after / before) ** power
+    return lr if factor == 1 else float(f"{lr * factor:.3g}")
+
+
+def preset_lr(resolved: Asked) -> float:
+    """The learning rate that `resolved` was carried from, or its own."""
+    lr, preset = resolved["lr"], DEFAULTS["lr"]
+    return preset if lr == carry_lr(preset, DEFAULTS, resolved) else lr
 
 
 def fields_of(model: ModelConfig, training: TrainConfig) -> Asked:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from config import REMOVED, Asked, check_values, combine, fields_of, option
+from config import REMOVED, Asked, carry_lr, check_values, combine, fields_of, option, preset_lr
 from data.prepare import prepare
 from experiments.arms import asked_of, ladder, resolve_arms, resolve_factors
 from experiments.costs import EQUAL, Configs, costs, equal_steps, step_times
 from experiments.grid import WIDEN, Cell, Grid, resolve_devices
-from experiments.records import SEARCH, compared
+from experiments.records import SEARCH, compared, grouped, spelled
 from experiments.report import make_report
 from files import digest, read_json, require, warn, write_atomically
 from norms.placement import PLACEMENTS
@@ -45,7 +45,8 @@ class AblationConfig:
     seeds: int = option(3, "number of seeds per arm, from --seed on", bounds={"at least": 1, "at most": SEARCH})
     lrs: list[float] = option(
         [],
-        "first learning rates of the search for each arm's best one, besides --lr; it comes to 1.2 to 3 times as many",
+        "first learning rates of the search for each arm's best one, besides --lr; it comes to 1.2 to 3 times as many; "
+        "they are those of the first arm's sizes, and are carried to others",
         type=float,
         metavar="LR",
     )
@@ -89,8 +90,8 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     on_device = shared | ({"device": devices[0]} if devices[0] else {})  # each run gets one
     configs = resolve_arms(arms, on_device)
     settings = [(arm.factors, compared(fields_of(*each)) | REMOVED) for arm, each in configs.items()]
-    for _, each in settings:  # in the order of 5a132b0, so that its folders keep their names
-        each |= {name: each.pop(name) for name in ("shard", "eval_every", "eval_tokens")}
+    for _, each in settings:  # as at 5a132b0, so that its folders keep their names
+        each |= {name: each.pop(name) for name in ("shard", "eval_every", "eval_tokens")} | {"lr": preset_lr(each)}
     name = f"ablation-{digest([options.equal, *settings])[:8]}"  # the same with more seeds or learning rates
     folder = Path(asked.get("out") or RUNS_FOLDER / name)
     free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
@@ -98,15 +99,15 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     for file in folder.glob("cells/*/run.json"):
         read_run_file(file)  # raises ValueError for one of another version
     model, config = next(iter(configs.values()))  # all arms share the text
-    data = prepare(
-        config.data,
-        config.tokenizer,
-        model.vocab_size,
-        Path(config.cache_dir),
-        context=max(model.context for model, _ in configs.values()),
-        val_names=config.val_data,
-        column=config.text_column,
-    )
+    cache, size, column = Path(config.cache_dir), model.vocab_size, config.text_column
+    longest = max(model.context for model, _ in configs.values())
+    data = prepare(config.data, config.tokenizer, size, cache, longest, None, config.val_data, column)
+    lrs, first = {}, fields_of(model, config)
+    for arm, resolved in configs.items():
+        here = fields_of(*resolved)
+        old = (folder / "cells" / Cell(arm, preset_lr(here), config.seed).name).exists()  # from 5a132b0
+        own = preset_lr(here) if old else here["lr"]
+        lrs[arm] = sorted({own, *(carry_lr(lr, first, here) for lr in options.lrs)})
     measured = measure(configs, options, folder)
     steps = {arm: measured["asked"].get(arm.name, {}) for arm in configs}
     configs = resolve_arms(arms, on_device, steps)
@@ -122,11 +123,12 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
         jobs=options.jobs or most,
         threads=options.threads,
         devices=devices,
-        lrs=sorted({*options.lrs, config.lr}),
+        lrs=lrs,
         print_commands=options.print_commands,
     )
-    for arm, lr, seed in product(configs, grid.lrs, [*grid.seeds, config.seed + SEARCH]):
-        grid.record(Cell(arm, lr, seed))  # refuses runs with other settings before anything is written
+    for arm in configs:
+        for lr, seed in product(lrs[arm], [*grid.seeds, config.seed + SEARCH]):
+            grid.record(Cell(arm, lr, seed))  # refuses runs with other settings before anything is written
     (folder / "cells").mkdir(parents=True, exist_ok=True)
     if options.equal != "tokens":
         write_atomically(folder / COSTS, json.dumps(measured, indent=2) + "\n")
@@ -155,10 +157,12 @@ def measure(configs: Configs, options: AblationConfig, folder: Path) -> Asked:
 
 def run_ablation(grid: Grid, command: str) -> list[str]:
     """Run what has not ended, and write the report, also when interrupted. Returns its summary."""
-    arms, rates = len(grid.configs), len(grid.lrs)
-    if rates > 1:
-        most = arms * ((rates + 1 + WIDEN) ** 2 // 4)  # an arm has the most runs with as many rates as seeds
-        warn(f"search: {arms * rates} runs at first, in all usually 1.2 to 3 times as many, and at most {most}")
+    for rates, names in grouped((tuple(rates), arm.name) for arm, rates in grid.lrs.items()).items():
+        warn(f"lr {' '.join(map(spelled, rates))}: {', '.join(names)}")
+    arms, number = len(grid.configs), max(map(len, grid.lrs.values()))
+    if number > 1:
+        most = arms * ((number + 1 + WIDEN) ** 2 // 4)  # an arm has the most runs with as many rates as seeds
+        warn(f"search: {arms * number} runs at first, in all usually 1.2 to 3 times as many, and at most {most}")
     write_atomically(grid.folder / "command.txt", f"{command}\n")
     optima = {}
     summary = [""]

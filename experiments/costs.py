@@ -71,7 +71,7 @@ def equal_steps(arms: Configs, equal: str, times: Mapping[str, float]) -> dict[A
     """The steps with which an arm costs as much as the first of its size, by `equal` of `EQUAL`.
 
     `times` are those of a step, by the names of arms. A warmup that does not follow from the steps grows with them.
-    Whether to compile does not: it was measured as it is.
+    The learning rate does not follow from them, nor whether to compile: it was measured as it is.
     """
     first = {arm.size: arm for arm in reversed(arms)}
     asked = {}
@@ -79,7 +79,7 @@ def equal_steps(arms: Configs, equal: str, times: Mapping[str, float]) -> dict[A
         base = arms[first[arm.size]]
         ratio = times[arm.name] if equal == "time" else costs(model, config)["flops"] / costs(*base)["flops"]
         steps = max(1, round(base[1].steps / ratio))
-        asked[arm] = {"steps": steps, "compile": config.compile}
+        asked[arm] = {"steps": steps, "compile": config.compile, "lr": config.lr}
         if config.warmup != config.steps // 20:
             asked[arm]["warmup"] = round(config.warmup * steps / config.steps)
     return asked

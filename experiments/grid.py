@@ -76,7 +76,7 @@ class Grid:
     costs: Mapping[Arm, Asked]  # of a run of each arm: parameters, tokens, FLOPs, relative time of a step
     data: Prepared
     seeds: range  # reported
-    lrs: Sequence[float]  # of all arms: the reported one, or several from which the search starts
+    lrs: Mapping[Arm, Sequence[float]]  # of each arm: the reported one, or several from which the search starts
     jobs: int
     threads: int
     devices: tuple[str, ...] = ("",)  # the --device of the runs; "" leaves it to train.py
@@ -204,15 +204,12 @@ class Grid:
         return [Cell(arm, optima[arm].lr, seed) for seed in self.seeds for arm in self.configs if optima]
 
     def tune(self) -> dict[Arm, Optimum]:
-        """The optimum of each arm. It starts with `lrs` and one other seed, and up to `WIDEN` times it gets more.
-
-        A single rate is that of all arms.
-        """
-        if len(self.lrs) == 1:
-            return dict.fromkeys(self.configs, Optimum(self.lrs[0], None))
+        """The optimum of each arm. It starts with `lrs` and one other seed, and up to `WIDEN` times it gets more."""
+        if max(map(len, self.lrs.values())) == 1:
+            return {arm: Optimum(rates[0], None) for arm, rates in self.lrs.items()}
         found: Records = {}
         losses: dict[Arm, Losses] = {}
-        wanted = dict.fromkeys(self.configs, (self.lrs, 1))
+        wanted = {arm: (rates, 1) for arm, rates in self.lrs.items()}
         for _ in range(WIDEN + 1):
             cells = [
                 Cell(arm, lr, self.seeds.start + SEARCH + number)

@@ -8,6 +8,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from config import preset_lr
 from data.tokenizer import NoTokenizer
 from machine.device import peak_memory
 from machine.process import NotFinite, Stopped
@@ -33,11 +34,14 @@ class Progress(ExitStack):
         bar = tqdm(total=config.steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
         self.bar = self.enter_context(bar)
         self.printed = self.reported = time.perf_counter()
+        lr, preset = f"lr {config.lr}", preset_lr(description["resolved"])
+        if "lr" not in run.asked and (config.init_from or preset != config.lr):
+            lr += f" (the preset's {preset}, for {'new models' if config.init_from else 'these sizes'})"
         self.bar.write(
             f"{description['parameters']:,} parameters, norm {run.model_config.norm}, placement "
             f"{run.model_config.placement}, on {description['device']} in {config.dtype}"
-            f"{', with torch.compile' if config.compile else ''}; the run is {run.folder}"
-            f"{f', from step {step}' if step else ''}"
+            f"{', with torch.compile' if config.compile else ''}; {lr}; "
+            f"the run is {run.folder}{f', from step {step}' if step else ''}"
         )
 
     def __exit__(self, *error: Any) -> None:

@@ -171,7 +171,8 @@ def resolve(
     if device.type == "mps":
         # In fp32, with all scores of attention, 64 sequences of `small` need 14.3 GiB, more than a card of 12 GB has.
         memory = 0.75 * torch.mps.recommended_max_memory()
-    model, training = configure(asked, found, previous, memory)
+    keeps = {"lr": kept["lr"]} if continues else {}  # not derived again, in the middle of its schedule
+    model, training = configure(keeps | asked, found, previous, memory)
     if everything.get("init_from") and not continues:
         longest = found["trained_context"] or found["context"]
         if model.context > longest:

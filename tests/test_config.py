@@ -58,7 +58,8 @@ BAD_VALUES = {
     "--weight-decay nan": "--weight-decay must be at least 0, not nan",
     "--clip inf": "--clip must be finite, not inf",
     "--lr 1e39": "--lr must be below 1e+36, not 1e+39",
-    "--min-lr 0.1": "--min-lr must be from 0 to --lr, 0.015, not 0.1",
+    "--min-lr 0.1": "--min-lr 0.1 is above the learning rate, 0.015; --lr sets it",
+    "--min-lr 0.01 --dim 256": "--min-lr 0.01 is above the learning rate, 0.00776; --lr sets it",
     "--warmup 20 --steps 20": "--warmup 20 is too long: with --steps 20 and --schedule linear it can be at most 19",
     "--warmup 17 --steps 20 --schedule wsd": "with --steps 20 and --schedule wsd it can be at most 16",
     "--momentum 1": "--momentum must be below 1, not 1.0",
@@ -99,7 +100,13 @@ def test_fields_of_a_file_have_their_types():
 
 # Flags of a new run, and how it differs from one of the preset alone.
 NEW: dict[str, dict[str, Any]] = {
-    "--dim 256": {"dim": 256, "head_dim": 128, "hidden_dim": 704},
+    "--dim 256": {"dim": 256, "head_dim": 128, "hidden_dim": 704, "lr": 0.00776},
+    "--dim 320": {"dim": 320, "head_dim": 160, "hidden_dim": 864, "lr": 0.00776},
+    "--dim 256 --lr 0.015": {"dim": 256, "head_dim": 128, "hidden_dim": 704},
+    "--dim 256 --optimizer adamw": {"dim": 256, "head_dim": 128, "hidden_dim": 704, "optimizer": "adamw"},
+    "--steps 1200": {"steps": 1200, "warmup": 60, "lr": 0.00887},
+    "--batch-size 20": {"batch_size": 20, "micro_batch_size": 20, "lr": 0.0207},
+    "--steps 250 --batch-size 4": {"steps": 250, "warmup": 12, "batch_size": 4, "micro_batch_size": 4},
     "--heads 4": {"heads": 4, "kv_heads": 4, "head_dim": 32},
     "--placement deepnorm": {"placement": "deepnorm", "init": "xavier", "depth_scaled_init": False},
     "--placement deepnorm --init normal": {"placement": "deepnorm", "depth_scaled_init": False},
@@ -111,7 +118,13 @@ NEW: dict[str, dict[str, Any]] = {
     "--preset small --batch-size 48": {"batch_size": 48, "micro_batch_size": 48},
     "--preset 124m --norm batchnorm": {"norm": "batchnorm", "micro_batch_size": 480},
     "--mlp plain": {"mlp": "plain", "hidden_dim": 512},
-    "--recipe olmo2 --placement pre --dim 64": {"qk_norm": "full", "dim": 64, "head_dim": 32, "hidden_dim": 192},
+    "--recipe olmo2 --placement pre --dim 64": {
+        "qk_norm": "full",
+        "dim": 64,
+        "head_dim": 32,
+        "hidden_dim": 192,
+        "lr": 0.029,
+    },
     "--recipe llama4 --norm dyt": {"norm": "dyt", "qk_norm": "head"},
     "--recipe llama4 --qk-norm none": {},
     "--recipe glm5_next --norm layernorm": {"placement": "mhc", "placement_args": {"end": "mean"}, "norm": "layernorm"},
@@ -120,7 +133,8 @@ NEW: dict[str, dict[str, Any]] = {
 }
 # Flags of a run, flags of one that continues it or takes its options, and how the two differ.
 LATER: dict[tuple[str, str], dict[str, Any]] = {
-    ("--hidden-dim 352", "--dim 256"): {"dim": 256, "head_dim": 128},
+    ("--hidden-dim 352", "--dim 256"): {"dim": 256, "head_dim": 128, "lr": 0.00776},
+    ("--dim 256 --lr 0.02", "--dim 128"): {"dim": 128, "head_dim": 64, "hidden_dim": 352},
     ("--preset 1b", "--dim 1024"): {"dim": 1024, "head_dim": 32, "hidden_dim": 2752},
     ("--heads 4 --kv-heads 2", "--heads 8"): {"heads": 8, "head_dim": 16},
     ("--heads 4 --head-dim 12", "--heads 8"): {"heads": 8, "kv_heads": 8},
@@ -129,7 +143,13 @@ LATER: dict[tuple[str, str], dict[str, Any]] = {
     ("--placement deepnorm --init xavier", "--placement post"): {"placement": "post"},
     ("--norm layernorm --norm-arg bias=false", "--norm dyt"): {"norm": "dyt", "norm_args": {}},
     ("--norm layernorm --norm-arg bias=false", "--norm-arg eps=1"): {"norm_args": {"bias": False, "eps": 1}},
-    ("--embedding-scale sqrt", "--dim 64"): {"embedding_scale": 8.0, "dim": 64, "head_dim": 32, "hidden_dim": 192},
+    ("--embedding-scale sqrt", "--dim 64"): {
+        "embedding_scale": 8.0,
+        "dim": 64,
+        "head_dim": 32,
+        "hidden_dim": 192,
+        "lr": 0.029,
+    },
     ("--recipe olmo2", "--recipe exaone4 --lr 0.1"): {"qk_norm": "head", "lr": 0.1},
     ("--recipe hunyuan_v1_dense", "--qk-norm none"): {"qk_norm": "none", "qk_norm_after_rope": False},
     ("--recipe olmo", "--norm-arg eps=0.5"): {"norm_args": {"elementwise_affine": False, "eps": 0.5}},

@@ -479,8 +479,8 @@ def test_a_resumed_run_says_what_changes_and_keeps_its_first_command(command, ca
         run = command(flags)
     warnings = capsys.readouterr().err
     assert "changed: --steps 2 -> 3\n" in warnings and "last digits" not in warnings
-    opened(f"--resume --out {run} --steps 40 --keep 1")
-    assert "changed: --steps 3 -> 40, --warmup 0 -> 2, --keep 2 -> 1\n" in capsys.readouterr().err
+    opened(f"--resume --out {run} --steps 1500 --keep 1")  # at the same learning rate
+    assert "changed: --steps 3 -> 1500, --warmup 0 -> 75, --keep 2 -> 1\n" in capsys.readouterr().err
     last = json.loads((run / "run.json").read_text())
     commands = [last["command"], *(each["command"] for each in last["resumed"])]
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout

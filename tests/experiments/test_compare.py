@@ -16,7 +16,7 @@ from runtime.run_dir import read_run_file, write_run_file
 from tests.experiments.made import records
 from tests.test_earlier import EARLIER
 
-FLAGS = "--dim 16 --layers 1 --heads 2 --context 16 --tokenizer bytes --device cpu --dtype float32 --steps 4"
+FLAGS = "--dim 16 --layers 1 --heads 2 --context 16 --tokenizer bytes --device cpu --dtype float32 --lr 0.015 --steps 4"
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 

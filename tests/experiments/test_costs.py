@@ -67,9 +67,9 @@ def test_an_interval_covers_the_median_nineteen_times_in_twenty():
 
 
 def test_steps_of_the_same_cost():
-    """A warmup that was asked for goes with them. Whether to compile is as it was measured."""
+    """A warmup that was asked for goes with them. The rate and whether to compile are those of the steps that it had."""
     assert equal_steps(ARMS, "tokens", {}) == {}
-    base = {"steps": 100, "compile": False}
+    base = {"steps": 100, "compile": False, "lr": ARMS[LLAMA][1].lr}
     assert equal_steps(ARMS, "time", {"llama": 1.0, "gemma3": 1.27}) == {LLAMA: base, GEMMA: base | {"steps": 79}}
     warm = {arm: configure(SIZES | {"recipe": arm.name, "warmup": 20}) for arm in ARMS}
     assert equal_steps(warm, "time", {"llama": 1.0, "gemma3": 0.5})[GEMMA] == base | {"steps": 200, "warmup": 40}

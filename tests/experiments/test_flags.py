@@ -18,7 +18,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--norm rmsnorm": (ablate.main, "--norm is for a single run; list all values with --norms"),
     "--factor optimiser=muon,adamw": (ablate.main, "'optimiser' is not an option that can vary"),
     "--factor clip=1,1": (ablate.main, "--factor clip needs distinct values"),
-    "--lrs 0.005 --min-lr 0.01": (ablate.main, "--min-lr must be from 0 to --lr, 0.005, not 0.01"),
+    "--lrs 0.005 --min-lr 0.01": (ablate.main, "--min-lr 0.01 is above the learning rate, 0.005; --lr"),
     "--ladder 32 40 --head-dim 16": (ablate.main, "--dim follows from --ladder; leave it out"),
     "--tokenizer none --vocab-size 300": (ablate.main, "an ablation compares val_bpb, so token files need their token"),
     "norms --row 3 --rowz 3": (bench.main, "did you mean --rows?"),

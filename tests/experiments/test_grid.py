@@ -133,6 +133,24 @@ def test_a_size_has_heads_and_steps_for_its_width(text, capsys):
         ladder([2048, 4096], arms[:1], {"preset": "1b"}, 3.0)
 
 
+def test_each_arm_has_the_rates_of_its_sizes(text, tmp_path):
+    """--lrs are those of the first arm's. A folder that was begun at one rate for all keeps it."""
+
+    def rates(flags: str) -> list[list[float]]:
+        made = (
+            f"--layers 1 --context 16 --tokenizer bytes --data {text} --cache-dir {tmp_path} --out {tmp_path / 'out'}"
+        )
+        return [*resolve_ablation(*ablate.parse(f"--device cpu {made} {flags}".split())).lrs.values()]
+
+    assert rates("--factor dim=128,256,96") == [[0.015], [0.00776], [0.0197]]
+    assert rates("--factor dim=256,128 --lrs 0.01 0.02") == [[0.00776, 0.01, 0.02], [0.015, 0.0193, 0.0386]]
+    assert rates("--factor dim=256,128 --lrs 0.02 --lr 0.03") == [[0.02, 0.03], [0.03, 0.0386]]
+    assert rates("--factor optimizer=muon,adamw --dim 256 --lrs 0.1") == [[0.00776, 0.1], [0.015, 0.1]]
+    assert rates("--ladder 64 192 --head-dim 32 --lrs 0.01") == [[0.01, 0.0113], [0.00259, 0.00293]]
+    (tmp_path / "out/cells/dim=256-lr0.015-seed0").mkdir(parents=True)
+    assert rates("--factor dim=128,256,96") == [[0.015], [0.015], [0.0197]]
+
+
 def test_steps_of_equal_time_are_kept_when_the_ablation_continues_or_gets_arms(resolve, monkeypatch):
     """Each measurement says something else. They are in the command of a run."""
     times = iter([[1.0, 2.0], [1.0, 9.0, 0.5]])
@@ -206,7 +224,7 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds(resolve, undrawn, m
     for arm, vertex, found, more in ((ARM, 0.02, 0.02, []), (DYT, 0.1, 0.121, [0.128])):
         for seed in (5, 6):
             finish(grid, Cell(arm, found, seed), 2.0)
-        for number, lr in enumerate([*grid.lrs, *more]):
+        for number, lr in enumerate([*grid.lrs[arm], *more]):
             finish(grid, Cell(arm, lr, 1005), 2 + 0.02 * math.log(lr / vertex) ** 2 + 0.005 * (-1) ** number)
     monkeypatch.setattr(Grid, "start", lambda grid, cell, device: pytest.fail(f"{cell.name} would be trained"))
     (grid.cell_folder(Cell(ARM, 0.01, 7)) / "run.json").parent.mkdir()
@@ -214,6 +232,7 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds(resolve, undrawn, m
     warned.clear()
     assert run_ablation(grid, "command")[0].startswith("Compared with rmsnorm, each at its own best learning rate: dyt")
     assert [*dict.fromkeys(warned)] == [
+        "lr 0.005 0.01 0.02 0.04 0.08: rmsnorm pre, dyt pre",
         "search: 10 runs at first, in all usually 1.2 to 3 times as many, and at most 98",
         "--watch: runs that have ended are not trained again to be watched",
         f"runs in {grid.folder}/cells left out, because they are no longer asked for: 1",

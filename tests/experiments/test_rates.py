@@ -112,7 +112,7 @@ def simulate(curves: Iterable, noise: float, rng: np.random.Generator, min_lr: f
 
     configs = dict.fromkeys(arms, (None, SimpleNamespace(min_lr=min_lr)))
     rates = [SPACING**i for i in range(-2, 3)]
-    grid: Any = SimpleNamespace(run=run, seeds=range(5), configs=configs, lrs=rates)
+    grid: Any = SimpleNamespace(run=run, seeds=range(5), configs=configs, lrs=dict.fromkeys(arms, rates))
     optima = Grid.tune(grid)
     run([Cell(arm, optima[arm].lr, seed) for seed in range(5) for arm in arms])
     return list(compare([*made.values()]).found.values())
