@@ -118,13 +118,7 @@ NEW: dict[str, dict[str, Any]] = {
     "--preset small --batch-size 48": {"batch_size": 48, "micro_batch_size": 48},
     "--preset 124m --norm batchnorm": {"norm": "batchnorm", "micro_batch_size": 480},
     "--mlp plain": {"mlp": "plain", "hidden_dim": 512},
-    "--recipe olmo2 --placement pre --dim 64": {
-        "qk_norm": "full",
-        "dim": 64,
-        "head_dim": 32,
-        "hidden_dim": 192,
-        "lr": 0.029,
-    },
+    "--recipe olmo2 --placement pre --hidden-dim 64": {"qk_norm": "full", "hidden_dim": 64},
     "--recipe llama4 --norm dyt": {"norm": "dyt", "qk_norm": "head"},
     "--recipe llama4 --qk-norm none": {},
     "--recipe glm5_next --norm layernorm": {"placement": "mhc", "placement_args": {"end": "mean"}, "norm": "layernorm"},
@@ -143,12 +137,11 @@ LATER: dict[tuple[str, str], dict[str, Any]] = {
     ("--placement deepnorm --init xavier", "--placement post"): {"placement": "post"},
     ("--norm layernorm --norm-arg bias=false", "--norm dyt"): {"norm": "dyt", "norm_args": {}},
     ("--norm layernorm --norm-arg bias=false", "--norm-arg eps=1"): {"norm_args": {"bias": False, "eps": 1}},
-    ("--embedding-scale sqrt", "--dim 64"): {
+    ("--embedding-scale sqrt --lr 0.015", "--dim 64"): {
         "embedding_scale": 8.0,
         "dim": 64,
         "head_dim": 32,
         "hidden_dim": 192,
-        "lr": 0.029,
     },
     ("--recipe olmo2", "--recipe exaone4 --lr 0.1"): {"qk_norm": "head", "lr": 0.1},
     ("--recipe hunyuan_v1_dense", "--qk-norm none"): {"qk_norm": "none", "qk_norm_after_rope": False},

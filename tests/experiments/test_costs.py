@@ -67,7 +67,7 @@ def test_an_interval_covers_the_median_nineteen_times_in_twenty():
 
 
 def test_steps_of_the_same_cost():
-    """A warmup that was asked for goes with them. The rate and whether to compile are those of the steps that it had."""
+    """A warmup that was asked for goes with them. The rate does not, nor whether to compile."""
     assert equal_steps(ARMS, "tokens", {}) == {}
     base = {"steps": 100, "compile": False, "lr": ARMS[LLAMA][1].lr}
     assert equal_steps(ARMS, "time", {"llama": 1.0, "gemma3": 1.27}) == {LLAMA: base, GEMMA: base | {"steps": 79}}

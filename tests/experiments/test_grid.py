@@ -137,10 +137,9 @@ def test_each_arm_has_the_rates_of_its_sizes(text, tmp_path):
     """--lrs are those of the first arm's. A folder that was begun at one rate for all keeps it."""
 
     def rates(flags: str) -> list[list[float]]:
-        made = (
-            f"--layers 1 --context 16 --tokenizer bytes --data {text} --cache-dir {tmp_path} --out {tmp_path / 'out'}"
-        )
-        return [*resolve_ablation(*ablate.parse(f"--device cpu {made} {flags}".split())).lrs.values()]
+        files = f"--data {text} --cache-dir {tmp_path} --out {tmp_path / 'out'}"
+        made = f"--layers 1 --context 16 --tokenizer bytes --device cpu {files} {flags}"
+        return [*resolve_ablation(*ablate.parse(made.split())).lrs.values()]
 
     assert rates("--factor dim=128,256,96") == [[0.015], [0.00776], [0.0197]]
     assert rates("--factor dim=256,128 --lrs 0.01 0.02") == [[0.00776, 0.01, 0.02], [0.015, 0.0193, 0.0386]]
