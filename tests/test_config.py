@@ -104,13 +104,13 @@ NEW: dict[str, dict[str, Any]] = {
     "--dim 320": {"dim": 320, "head_dim": 160, "hidden_dim": 864, "lr": 0.00776},
     "--dim 256 --lr 0.015": {"dim": 256, "head_dim": 128, "hidden_dim": 704},
     "--dim 256 --optimizer adamw": {"dim": 256, "head_dim": 128, "hidden_dim": 704, "optimizer": "adamw"},
-    "--steps 1200": {"steps": 1200, "warmup": 60, "lr": 0.00887},
-    "--batch-size 20": {"batch_size": 20, "micro_batch_size": 20, "lr": 0.0207},
-    "--steps 250 --batch-size 4": {"steps": 250, "warmup": 12, "batch_size": 4, "micro_batch_size": 4},
+    "--steps 1200": {"steps": 1200, "warmup": 60, "lr": 0.0115},
+    "--batch-size 20": {"batch_size": 20, "micro_batch_size": 20, "lr": 0.0227},
+    "--steps 100 --batch-size 3": {"steps": 100, "warmup": 5, "batch_size": 3, "micro_batch_size": 3, "lr": 0.0135},
     "--heads 4": {"heads": 4, "kv_heads": 4, "head_dim": 32},
     "--placement deepnorm": {"placement": "deepnorm", "init": "xavier", "depth_scaled_init": False},
     "--placement deepnorm --init normal": {"placement": "deepnorm", "depth_scaled_init": False},
-    "--steps 200": {"steps": 200, "warmup": 10},
+    "--steps 200": {"steps": 200, "warmup": 10, "lr": 0.0185},
     "--tokenizer bytes": {"tokenizer": "bytes", "vocab_size": 257},
     "--preset 1b --dim 1024": {"dim": 1024, "head_dim": 32, "hidden_dim": 2752},
     "--preset 1b --dim 1024 --hidden-dim 8192": {"dim": 1024, "head_dim": 32},
@@ -132,7 +132,7 @@ LATER: dict[tuple[str, str], dict[str, Any]] = {
     ("--preset 1b", "--dim 1024"): {"dim": 1024, "head_dim": 32, "hidden_dim": 2752},
     ("--heads 4 --kv-heads 2", "--heads 8"): {"heads": 8, "head_dim": 16},
     ("--heads 4 --head-dim 12", "--heads 8"): {"heads": 8, "kv_heads": 8},
-    ("--warmup 25", "--steps 200"): {"steps": 200},
+    ("--warmup 25", "--steps 200"): {"steps": 200, "lr": 0.0185},
     ("--placement deepnorm", "--placement post"): {"placement": "post", "init": "normal", "depth_scaled_init": True},
     ("--placement deepnorm --init xavier", "--placement post"): {"placement": "post"},
     ("--norm layernorm --norm-arg bias=false", "--norm dyt"): {"norm": "dyt", "norm_args": {}},
@@ -211,7 +211,7 @@ def test_flags_come_before_the_run_and_the_run_before_defaults():
         run = run_of("--steps 200", run_of(first))
         after = options("--steps 300", run)
         assert (run["asked"]["steps"], after["steps"], after["warmup"]) == (200, 300, warmup)
-    assert options("--preset small --steps 9")["steps"] == 9 and options("--steps 9")["lr"] == 0.015
+    assert options("--preset small --steps 9")["steps"] == 9 and options("--layers 9")["lr"] == 0.015
     assert combine({"lr": 1.0, "steps": 3}, {"lr": 2.0}) == {"lr": 2.0, "steps": 3}
     with pytest.raises(ValueError, match="use either --preset or --config, not both"):
         read_config_file({"config": "run.json", "preset": "1b"})

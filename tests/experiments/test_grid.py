@@ -145,7 +145,7 @@ def test_each_arm_has_the_rates_of_its_sizes(text, tmp_path):
     assert rates("--factor dim=256,128 --lrs 0.01 0.02") == [[0.00776, 0.01, 0.02], [0.015, 0.0193, 0.0386]]
     assert rates("--factor dim=256,128 --lrs 0.02 --lr 0.03") == [[0.02, 0.03], [0.03, 0.0386]]
     assert rates("--factor optimizer=muon,adamw --dim 256 --lrs 0.1") == [[0.00776, 0.1], [0.015, 0.1]]
-    assert rates("--ladder 64 192 --head-dim 32 --lrs 0.01") == [[0.01, 0.0113], [0.00259, 0.00293]]
+    assert rates("--ladder 64 192 --head-dim 32 --lrs 0.01") == [[0.01, 0.0123], [0.00444, 0.00547]]
     (tmp_path / "out/cells/dim=256-lr0.015-seed0").mkdir(parents=True)
     assert rates("--factor dim=128,256,96") == [[0.015], [0.015], [0.0197]]
 
