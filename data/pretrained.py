@@ -34,12 +34,12 @@ def read_directory(directory: Path) -> Tokenizer:
     if (directory / JSON).is_file():
         return PretrainedTokenizer(directory)
     path = directory / PIECES
-    other = f"--tokenizer {directory}: no folder with {JSON} or {PIECES}; or choose sentencepiece or bytes"
-    require(path.is_file(), other)
+    other = "AutoTokenizer of transformers makes one of other files; --tokenizer takes sentencepiece and bytes, too"
+    require(path.is_file(), f"{directory} holds no {JSON} and no {PIECES}; {other}")
     tokenizer: Any = load_tokenizer("sentencepiece", directory)
     same = tokenizer.end_of_document >= 0 and tokenizer.decode(tokenizer.encode(PROBE)) == PROBE
     require(same, f"{path} changes text, or has no </s>; AutoTokenizer of transformers makes a {JSON} of it")
-    ranked = tokenizer.scores == sorted(map(int, tokenizer.scores), reverse=True)
+    ranked = tokenizer.scores == sorted(map(int, tokenizer.scores), reverse=True)  # as BPE numbers its merges
     require(ranked, f"{path} is a unigram model or was extended: it has other ids in transformers; use BPE as trained")
     tokenizer.files = read_files(directory) | tokenizer.files
     return tokenizer
@@ -98,7 +98,6 @@ class PretrainedTokenizer(Tokenizer):
 
     def __init__(self, directory: Path):
         self._path = path = directory / JSON
-        require(path.is_file(), f"{directory} holds no {JSON}; AutoTokenizer of transformers makes one of other files")
         fields, end = read_json(path, dict), _end_of_document(directory)
         with _errors(path):
             self._open(fields, end)

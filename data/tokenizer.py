@@ -138,7 +138,7 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model with byte fallback. Ids are in LLaMA's order: <unk>, <s>, </s>, 256 bytes, pieces.
 
     decode(encode(text)) == text for all text that UTF-8 can encode. No text is encoded as one of the first three ids.
-    The hash is the SHA-256 of the model. Merges follow the `scores`: minus their rank in BPE.
+    The hash is the SHA-256 of the model. In BPE, `scores` are minus the ranks of the merges.
     """
 
     kind = "sentencepiece"

@@ -32,7 +32,7 @@ def load(dtype: torch.dtype) -> tuple[ctypes.CDLL | None, str | None]:
         return None, "gcc was not found"
     try:
         library = ctypes.CDLL(str(build(compiler, [*FLAGS, *INSTRUCTIONS[capability], DTYPES[dtype]])))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         reason = (getattr(error, "stderr", "") or str(error)).strip().partition("\n")[0]
         return None, f"{compiler} could not build fast/{SOURCE.name}: {reason}"
     library.decode.argtypes = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p
@@ -43,11 +43,11 @@ def build(compiler: str, flags: list[str]) -> Path:
     """The shared library, from an earlier build if nothing has changed since.
 
     Processes may build at the same time: each writes its own file, then renames it.
-    Raises CalledProcessError if the compiler fails, OSError if the cache cannot be written to.
+    Raises CalledProcessError if the compiler fails, and OSError or RuntimeError if the user has no cache to write to.
     """
     run = partial(subprocess.run, capture_output=True, check=True, text=True, errors="replace")
     recipe = [run([compiler, "--version"]).stdout, *flags, SOURCE.read_text("utf-8")]
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "normal-llama")
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "normal-llama")
     library = directory / f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:20]}.so"
     if not library.exists():
         directory.mkdir(parents=True, exist_ok=True)

@@ -73,10 +73,9 @@ def is_main() -> bool:
 
 def check_device(device: torch.device) -> None:
     """Raise ValueError unless each rank can have a `device` of its own, and torchrun has started them if several."""
-    alone = world_size() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
-    others = [f"{name} is {os.environ[name]}" for name in PROCESSES if os.environ.get(name, "1") != "1"]
-    how = "but torchrun did not start this process: use torchrun --nproc-per-node N train.py, see docs/gpu.md"
-    require(not (alone and others), f"{', '.join(others)}, {how}")
+    several = [f"{name} is {os.environ[name]}" for name in PROCESSES if os.environ.get(name, "1") != "1"]
+    joined = world_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ or not several
+    require(joined, f"{', '.join(several)}: start several ranks with torchrun --nproc-per-node N, see docs/gpu.md")
     shared = device.index is not None or local_rank() >= torch.cuda.device_count()
     if world_size() > 1 and device.type != "cpu" and shared:
         raise ValueError(f"--device {device}: each rank needs its own GPU; use --device cuda with fewer ranks, or cpu")

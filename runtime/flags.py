@@ -20,6 +20,7 @@ SYNONYMS = {  # names in nanoGPT, Hugging Face and generate.py that are not spel
     "--learning-rate": "--lr", "--max-iters": "--steps", "--n-embd": "--dim", "--d-model": "--dim",
     "--block-size": "--context", "--seq-len": "--context", "--checkpoint": "--out",
 }  # fmt: skip
+PATHS = {"data", "val_data", "tokenizer", "init_from", "out", "cache_dir", "config", "checkpoint", "runs", "json"}
 TRUTH = {"true": True, "false": False}
 BY_TYPE: dict[Any, dict[str, Any]] = {  # how argparse reads an option
     bool: {"action": argparse.BooleanOptionalAction},
@@ -45,6 +46,7 @@ class Parser(argparse.ArgumentParser):
             for name in given.keys() - {"prompt"}:  # as of a variable that a script has not set
                 values = given[name] if isinstance(given[name], list) else [given[name]]
                 require("" not in values, f"{flag_name(name)} must not be empty; leave it out or name a value")
+            given = {name: expand_path(name, value) for name, value in given.items()}
             for name in given.keys() & FIELDS.keys():
                 if get_origin(FIELDS[name].type) is dict:
                     given[name] = read_pairs(flag_name(name), given[name])
@@ -145,14 +147,17 @@ def read_value(text: str, wanted: Any = None) -> Any:
     return text
 
 
+def expand_path(name: str, value: Any) -> Any:
+    """The value of an option: paths as text, with the home directory for ~."""
+    if isinstance(value, list | tuple):
+        return [expand_path(name, part) for part in value]
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return os.path.expanduser(text) if name in PATHS and isinstance(text, str) else text
+
+
 def read_keywords(options: Asked, others: Asked) -> Asked:
     """Options from Python, such as {"out": Path("runs/mine"), "val_data": None}. None is not asked."""
-    asked = {}
-    for name, value in options.items():
-        if isinstance(value, list | tuple):
-            asked[name] = [os.fspath(part) if isinstance(part, os.PathLike) else part for part in value]
-        elif value is not None:
-            asked[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    asked = {name: expand_path(name, value) for name, value in options.items() if value is not None}
     check_fields(asked, "train", others)
     for name, choices in (("preset", PRESETS), ("recipe", RECIPES)):
         valid = name not in asked or asked[name] in choices

@@ -40,7 +40,7 @@ def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -
 def import_files(names: Iterable[str]) -> None:
     """Run each of the Python files `names`, once, and record what it registers. A ValueError names file and line."""
     for name in names:
-        path = Path(name).resolve()
+        path = Path(name).expanduser().resolve()
         require(path.is_file(), f"--import {name}: no such file; name a Python file, such as mynorm.py")
         content = sha256(path)
         if path in IMPORTED:

@@ -237,6 +237,8 @@ def from_theirs(theirs: Fields) -> ModelConfig:
     expected = [f"{architecture.name}ForCausalLM"]
     require(names in (None, expected), f"architectures must be {expected}, not {names!r}")
     theirs = _with_defaults(theirs)
+    for name, ours in SIZES.items():
+        require(name in theirs or ours in ("hidden_dim", "kv_heads", "head_dim"), f"{name} is missing")
     given = _ours(model_type)
     given |= {ours: theirs.get(name) for name, ours in SIZES.items()}
     if architecture.eps:

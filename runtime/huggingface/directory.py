@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from config import ModelConfig, check_fields
-from data.pretrained import PretrainedTokenizer, read_files
+from data.pretrained import read_directory, read_files
 from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
 from files import CHECKSUM, digest, is_a, read_json, require, warn
 from machine import distributed
@@ -198,7 +198,7 @@ def read_tokenizer(source: StoredModel) -> Tokenizer:
         ends += ids if isinstance(ids, list) else [] if ids is None else [ids]
     require(is_a(ends, list[int]), f"{directory}: eos_token_id must be a token id or a list of them")
     if kind == PRETRAINED:
-        tokenizer: Tokenizer = PretrainedTokenizer(directory)
+        tokenizer: Tokenizer = read_directory(directory)
     else:
         tokenizer = load_tokenizer(kind, directory, source.config.vocab_size)
         tokenizer.files = read_files(directory) | tokenizer.files

@@ -10,6 +10,9 @@ def test_without_a_cache_directory_there_is_a_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     library, reason = native.load.__wrapped__(torch.float32)
     assert library is None and "could not build fast/decode.c: " in str(reason) and "file/normal-llama" in str(reason)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # neither HOME nor a passwd entry
+    assert "home directory" in str(native.load.__wrapped__(torch.float32)[1])
 
 
 def test_a_library_is_built_again_when_anything_it_is_made_of_has_changed(tmp_path, monkeypatch):

@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from config import ModelConfig
 from data.tokenizer import ByteTokenizer
@@ -139,7 +141,7 @@ def test_what_could_not_be_loaded_as_it_is_is_not_saved(tmp_path, message):
     assert not re.search(r"\n|/\.", str(error.value)) and not list((tmp_path / "new").glob("*"))
 
 
-def test_a_directory_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_directory_is_saved_whole_or_not_at_all(tmp_path, monkeypatch, one_rank):
     """Not over a checkpoint, which its manifest would call damaged. Tensors need not be contiguous."""
     model, directory = Llama(CONFIG), tmp_path / "new"
     replace(model.embed_tokens, model.embed_tokens.weight.T.contiguous().T)
@@ -153,6 +155,13 @@ def test_a_directory_is_saved_whole_or_not_at_all(tmp_path, monkeypatch):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
     with pytest.raises(ValueError, match="is not empty; name a new directory"):
         save_pretrained(directory, model, ByteTokenizer())
+    wrappers: tuple[Any, ...] = (torch.compile, AveragedModel, DistributedDataParallel)
+    for wrap in wrappers:
+        save_pretrained(tmp_path / wrap.__name__, wrap(model), ByteTokenizer())
+        for path in directory.iterdir():
+            assert (tmp_path / wrap.__name__ / path.name).read_bytes() == path.read_bytes()
+    with pytest.raises(ValueError, match="only a Llama can be saved, not a Sequential with 1 and other weights"):
+        save_pretrained(tmp_path / "more", nn.Sequential(model, nn.Linear(2, 3)), ByteTokenizer())
 
 
 def test_find_checkpoint(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import config
 from config import DEFAULTS, FIELDS, ModelConfig, TrainConfig, flag_name, option
 from runtime import flags
-from runtime.flags import read_train, to_flags
+from runtime.flags import PATHS, read_keywords, read_train, to_flags
 from runtime.run import fields_of, resolve
 from runtime.run_dir import read_run_file, write_run_file
 
@@ -29,8 +29,8 @@ def another(field: dataclasses.Field) -> Any:
     return choices[-1] if choices else values[get_origin(field.type) or field.type]
 
 
-def test_every_flag_sets_its_field(capsys):
-    """And is in the help. Text becomes a value of the option's type. What was not asked is not there."""
+def test_every_flag_sets_its_field(capsys, monkeypatch):
+    """And is in the help. Text becomes a value of the option's type, ~ the home. What was not asked is not there."""
     asked, text = {name: another(field) for name, field in FIELDS.items() if field.metadata["help"]}, help_text(capsys)
     assert FIELDS.keys() - asked.keys() == {"trained_context", "model_type"}
     assert all(f" {flag_name(name)}" in text for name in asked)
@@ -41,6 +41,9 @@ def test_every_flag_sets_its_field(capsys):
     for value in (True, False):
         assert read_train(to_flags(dict.fromkeys(booleans, value))) == dict.fromkeys(booleans, value)
     assert read_train([]) == {} == read_train(to_flags({"resume": False, "val_data": [], "kv_heads": None}))
+    paths = {name: ["~/x"] if field.type == list[str] else "~/x" for name, field in FIELDS.items() if name in PATHS}
+    monkeypatch.setenv("HOME", "/me")
+    assert read_train(to_flags(paths)) == read_keywords(paths, {}) == eval(str(paths).replace("~", "/me"))
     again = ["--data", "a", "--norm-arg", "eps=1", "--data", "b", "c", "--norm-arg", "bias=True"]
     assert read_train(again) == {"data": ["a", "b", "c"], "norm_args": {"eps": 1, "bias": True}}
 

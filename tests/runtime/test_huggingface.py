@@ -73,6 +73,7 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures must be \['LlamaForCausalLM'\]"),
     ({"num_hidden_layers": 30_000}, "--layers must be at most 4096, not 30000"),
     ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
+    ({"max_position_embeddings": ()}, "config.json: max_position_embeddings is missing"),
     ({"attention_bias": True}, "attention_bias True is not supported, only False"),
     ({"quantization_config": {"bits": 4}}, "quantization_config .* is not supported, only None"),
     ({"sliding_window": 8}, "'sliding_window' is not a known field of Llama"),
@@ -158,6 +159,12 @@ def test_tokens_that_were_added_to_ours_and_all_its_files_are_kept(tmp_path, kin
     (tmp_path / "ours/chat_template.jinja").write_text("kept")
     save_pretrained(tmp_path / "same", model, load_pretrained(tmp_path / "ours")[1])
     assert (tmp_path / "same/chat_template.jinja").read_text() == "kept"
+    if kind == "sentencepiece":  # its model alone, beside weights of others
+        others = shutil.copytree(tmp_path / "ours", tmp_path / "others")
+        change_config(others, normal_llama=())
+        (others / "tokenizer_config.json").unlink()
+        ids = AutoTokenizer.from_pretrained(others)("hello you")["input_ids"]
+        assert load_pretrained(others)[1].encode_prompt("hello you") == ids
     theirs = AutoTokenizer.from_pretrained(tmp_path / "ours")
     theirs.add_tokens(["lo y"])
     theirs.save_pretrained(tmp_path / "ours")
