@@ -5,7 +5,6 @@ traces the forward pass alone, in a third of the time.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,7 @@ from config import ModelConfig
 from machine.device import check_compile
 from model import Llama
 from runtime.parallel import Objective
+from runtime.run_dir import read_rows
 from tests.random_values import randomize
 
 SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, context=16, vocab_size=29)
@@ -97,8 +97,8 @@ def test_a_training_compiles_two_graphs_and_says_so(tmp_path, text, monkeypatch,
     graphs, losses = count_graphs(monkeypatch), []
     for run in ("eager", "compiled --compile"):
         train.main(f"{flags}/{run}".split())
-        rows = (tmp_path / run.split()[0] / "metrics.jsonl").read_text().splitlines()
-        losses.append([loss for row in map(json.loads, rows) if (loss := row.get("val_loss"))])
+        rows = read_rows(tmp_path / run.split()[0] / "metrics.jsonl")
+        losses.append([row["val_loss"] for row in rows if "val_loss" in row])
         said = capsys.readouterr().out
         assert (len(graphs) == 2) is (", with torch.compile" in said)
     resumed = train.train(resume=True, out=str(tmp_path / "compiled"), steps=6)

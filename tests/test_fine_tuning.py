@@ -1,7 +1,4 @@
-"""--init-from: fine-tuning a model of `transformers`, or one of ours.
-
-The logits of such models are compared in test_parity.py, and steps of training in test_minimal.py.
-"""
+"""--init-from: fine-tuning a model of `transformers`, or one of ours. test_parity.py compares their logits."""
 
 import json
 import shutil

@@ -84,12 +84,14 @@ def test_which_attention_is_called(monkeypatch):
 
     def record(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> Tensor:
         calls.append((q.shape[2], *k.shape[1:3], attn_mask is not None, is_causal))
+        assert dropout_p == (0.25 if model.training else 0)
         return attention(q, k, v, attn_mask, dropout_p, is_causal)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
-    model = randomize(Llama(dataclasses.replace(SMALL, layers=1)), matrices=1.5)
+    model = randomize(Llama(dataclasses.replace(SMALL, layers=1, dropout=0.25)), matrices=1.5)
     cache = model.new_cache()
-    model(TOKENS)
+    model.train()(TOKENS)
+    model.eval()
     for part in TOKENS.split([5, 2, 1], dim=1):
         model(part, cache)
     whole = (8, SMALL.heads, 8, False, True)
@@ -204,20 +206,20 @@ def test_a_matrix_without_a_role_is_an_error(monkeypatch):
 
 def test_dropout_of_the_embedding():
     """Without norms, and with blocks that add nothing, the hidden states are the embedding after dropout."""
-    model = randomize(Llama(dataclasses.replace(SMALL, norm="none", dropout=0.5)), matrices=1.5)
+    model = randomize(Llama(dataclasses.replace(SMALL, norm="none", dropout=0.25)), matrices=1.5)
     for name, weight in model.named_parameters():
         if "o_proj" in name or "down_proj" in name:
             weight.data.zero_()
     whole, dropped = model.hidden(TOKENS), model.train().hidden(TOKENS)
     kept = dropped != 0
-    assert 0.35 < kept.float().mean() < 0.65  # 384 values; the standard deviation is 0.026
-    torch.testing.assert_close(dropped[kept], 2 * whole[kept])
+    assert 0.65 < kept.float().mean() < 0.85  # 384 values; the standard deviation is 0.022
+    torch.testing.assert_close(dropped[kept], 4 / 3 * whole[kept])
 
 
 @pytest.mark.parametrize("dtype, cap", [(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 5)], ids=str)
 def test_dropout_applies_to_attention_and_mlp(dtype, cap):
     """Of attention, both its output and its probabilities, which change the values that are not dropped."""
-    model = randomize(Llama(dataclasses.replace(SMALL, dropout=0.5, attention_cap=cap)), matrices=1.5).train()
+    model = randomize(Llama(dataclasses.replace(SMALL, dropout=0.25, attention_cap=cap)), matrices=1.5).train()
     x = normal(2, 8, 24)
     block, rope = model.get_submodule("layers.0"), model.rope(slice(8))
     torch.manual_seed(0)
@@ -225,7 +227,7 @@ def test_dropout_applies_to_attention_and_mlp(dtype, cap):
         cases: list[tuple[Any, tuple, bool]] = [(block.self_attn, (x, rope), True), (block.mlp, (x,), False)]
         for sublayer, arguments, probabilities in cases:
             first, second = (sublayer(*arguments) for _ in range(2))
-            assert 0.35 < (first == 0).float().mean() < 0.65  # as above
+            assert 0.15 < (first == 0).float().mean() < 0.35  # as above
             kept = (first != 0) & (second != 0)
             assert torch.allclose(first[kept], second[kept]) != probabilities
 

@@ -243,11 +243,9 @@ def test_a_recipe_is_the_released_code(name):
     assert theirs.dtype == torch.float64 and (ours - theirs).norm() <= 1e-12 * theirs.norm()
     weights = {path: weight for path, weight in weights.items() if weight.any()}  # not biases of attention, experts
     direction = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2))
-    expected_gradients, gradients = (
-        torch.autograd.grad((direction * logits).sum(), list(weights.values()), allow_unused=True)
-        for logits in (theirs, ours)
-    )
-    for path, expected, found in zip(weights, expected_gradients, gradients, strict=True):
+    sums = ((direction * logits).sum() for logits in (theirs, ours))
+    gradients = (torch.autograd.grad(each, [*weights.values()], allow_unused=True) for each in sums)
+    for path, expected, found in zip(weights, *gradients, strict=True):
         if found is None:  # a router's, with one expert or experts that are 0
             assert expected is None or expected.norm() <= 1e-12, path
         else:

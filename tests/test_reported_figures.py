@@ -1,7 +1,6 @@
 """The figures that train.py reports, by hand: a step takes 2 seconds, an evaluation 50, and a checkpoint 7."""
 
 import io
-import json
 import os
 import shutil
 import signal
@@ -11,6 +10,7 @@ import pytest
 
 import train
 from runtime.progress import tqdm
+from runtime.run_dir import read_rows
 
 RUN = "--dim 32 --layers 2 --heads 4 --context 32 --batch-size 8 --micro-batch-size 4 --tokenizer bytes --device cpu "
 RUN += "--dtype float32 --steps 13 --eval-every 10 --save-every 10"
@@ -41,8 +41,8 @@ def test_seconds_and_tokens_of_a_run_that_is_resumed(tmp_path, text, monkeypatch
     flags = [*RUN.split(), "--data", str(text), "--cache-dir", str(tmp_path / "cache"), "--out", str(out)]
 
     def figures() -> list[tuple]:
-        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        return [(row["tokens"], row["seconds"], row["tokens_per_second"]) for row in rows if "train_loss" in row]
+        rows = [row for row in read_rows(out / "metrics.jsonl") if "train_loss" in row]
+        return [(row["tokens"], row["seconds"], row["tokens_per_second"]) for row in rows]
 
     train.main(flags)
     # The last three steps come after an evaluation and a checkpoint, whose time is not theirs.

@@ -18,11 +18,9 @@ from runtime.run_dir import LOCK
 from tests.robustness import conftest
 from tests.robustness.conftest import flags_in
 
-FLAGS = (
-    "--dim 16 --layers 2 --heads 2 --context 16 --batch-size 4 --tokenizer bytes --device cpu --dtype float32 "
-    "--lr 0.01 --steps 12 --watch 12 --norms rmsnorm layernorm:bias=false --placements pre --factor clip=0 --seeds 1 "
-    "--jobs 2"
-)
+FLAGS = "--dim 16 --layers 2 --heads 2 --context 16 --batch-size 4 --tokenizer bytes --device cpu --dtype float32 --lr "
+FLAGS += "0.01 --steps 12 --watch 12 --norms rmsnorm layernorm:bias=false --placements pre --factor clip=0 --seeds 1 "
+FLAGS += "--jobs 2"
 SCRIPTS = ("runs.csv", "arms.csv", "report.json")
 fork, until = conftest.fork, conftest.until
 

@@ -36,9 +36,8 @@ def resolve(tmp_path):
     (tmp_path / "text.txt").write_text("the cat sees a dog. " * 200)
     common = f"{FLAGS} --data {tmp_path / 'text.txt'} --cache-dir {tmp_path / 'cache'}"
 
-    def resolve(
-        flags: str = "", rest: str = "--dtype float32 --context 16", out: str = f"--out {tmp_path / 'out'}"
-    ) -> Grid:
+    def resolve(flags: str = "", out: str = f"--out {tmp_path / 'out'}") -> Grid:
+        rest = "--dtype float32 --context 16"
         own = {"--norms": "rmsnorm", "--placements": "pre"} if "recipe" not in flags else {}
         rest += "".join(f" {flag} {value}" for flag, value in own.items() if flag not in flags)
         return resolve_ablation(*ablate.parse(f"{common} {out} {rest} {flags}".split()))

@@ -85,9 +85,8 @@ def test_every_color_has_contrast_on_white_and_inverted_as_in_dark_mode():
     turn = np.array([[-0.574, 1.43, 0.144], [0.426, 0.43, 0.144], [0.426, 1.43, -0.856]])
 
     def luminance(color: np.ndarray) -> float:
-        return float(
-            [0.2126, 0.7152, 0.0722] @ np.where(color <= 0.04045, color / 12.92, ((color + 0.055) / 1.055) ** 2.4)
-        )
+        linear = np.where(color <= 0.04045, color / 12.92, ((color + 0.055) / 1.055) ** 2.4)
+        return float([0.2126, 0.7152, 0.0722] @ linear)
 
     for color in map(np.array, map(to_rgb, COLORS)):
         shown, ground = (luminance(np.clip(turn @ (0.93 - 0.86 * each), 0, 1)) for each in (color, np.ones(3)))

@@ -35,10 +35,7 @@ def test_compiled_decoding_gives_the_same_tokens(changes, monkeypatch):
 
 
 def test_a_compiled_stream_has_the_addresses_of_one_that_is_gone(monkeypatch):
-    """Never those of one that goes on: two take turns. What a stream has left, even NaN, changes nothing.
-
-    Nor does memory that nobody has written, which is NaN here.
-    """
+    """Never those of one that goes on: two take turns. NaN in what a stream has left, or in new memory, is not read."""
     model = randomize(Llama(dataclasses.replace(SMALL, layers=1)))
     prompts = [torch.tensor(rows) for rows in ([[3, 1, 4]] * 2, [[1, 5, 9]] * 2)]
     plain = [list(stream_ids(model, prompt, GREEDY)) for prompt in prompts]

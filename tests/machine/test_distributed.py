@@ -143,10 +143,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("engine", "name"), COMPARED)
 def test_two_ranks_train_as_one(engine, name, trained, folder):
-    """From the same weights, on the same rows.
-
-    The order of sums differs, so the last digits may: as much as with two micro-batches.
-    """
+    """From the same weights, on the same rows. Sums have another order, so their last digits may differ."""
     one, two = folder / f"one-{name}", folder / f"{engine}-{name}"
     assert [rank["code"] for rank in trained[two.name]] == [0, 0]
     assert [rank["graphs"] for rank in trained[two.name]] == [2 * (name == "accumulated")] * 2  # blocks, and terms
@@ -164,9 +161,7 @@ def test_every_rank_ends_with_the_same_code_and_one_prints(name, trained, folder
     ranks, (_, code, message) = trained[name], ENDS[name]
     assert [rank["code"] for rank in ranks] == [code, code]
     assert message in ranks[0]["errors"] and ranks[1]["errors"] == ""
-    assert message in ranks[0]["met"] or name in ("nonsense", "full"), (
-        "it is killed when another rank has ended"
-    )
+    assert message in ranks[0]["met"] or name in ("nonsense", "full"), "it is killed when another rank has ended"
     assert (folder / name).exists() == (code != 2)
     if name == "stopped":  # after the same step, with a checkpoint
         assert find_checkpoint(folder / name).name == "step-000005"

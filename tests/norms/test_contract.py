@@ -157,8 +157,7 @@ def test_autocast_does_not_change_the_result(kind, training, device):
     with torch.autocast(device, torch.bfloat16):
         inside = norm(x)
     outside = norm(x)
-    assert inside.dtype == torch.float32
-    assert torch.equal(inside, outside)
+    assert inside.dtype == torch.float32 and torch.equal(inside, outside)
     grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (inside, outside)]
     assert torch.equal(*grads)
 

@@ -21,7 +21,7 @@ from roles import matrices
 from tests.random_values import drawn, randomize
 
 CONFIG = ModelConfig(dim=16, layers=8, heads=2, kv_heads=1, hidden_dim=24, context=12, vocab_size=19)
-TOKENS = torch.tensor([[1, 18, 4, 4, 9, 0]])
+TOKENS = torch.tensor([[1, 18, 4, 4, 9, 0], [7, 2, 2, 11, 5, 18]])
 
 
 def model_of(placement: str, **changes) -> Llama:
@@ -114,10 +114,8 @@ def test_values_and_gradients(placement):
     # both are float64: 1e-16 per operation, amplified by 16 sublayers
     torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
     grad_y = torch.randn(got.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    gradients, expected_gradients = (
-        torch.autograd.grad((logits * grad_y).sum(), list(leaves.values())) for logits in (got, expected)
-    )
-    for name, gradient, expected_gradient in zip(leaves, gradients, expected_gradients, strict=True):
+    gradients = (torch.autograd.grad((logits * grad_y).sum(), [*leaves.values()]) for logits in (got, expected))
+    for name, gradient, expected_gradient in zip(leaves, *gradients, strict=True):
         assert gradient.ndim >= 1 and gradient.abs().max() > 0, name  # FSDP2 refuses parameters without dimensions
         assert (gradient - expected_gradient).abs().max() <= 1e-9 * expected_gradient.abs().max(), name
 
@@ -164,7 +162,7 @@ def test_rezero_starts_as_the_identity_with_one_scalar_per_sublayer():
 def test_output_norms_are_those_whose_result_is_in_the_stream(placement):
     """So their gains have gradients that do not come through the sublayer, which returns a constant here."""
     model: Any = model_of(placement)
-    stream, constant = model.init_stream(model.embed_tokens(TOKENS)), torch.ones(1, 6, CONFIG.dim, requires_grad=True)
+    stream, constant = model.init_stream(model.embed_tokens(TOKENS)), torch.ones(2, 6, CONFIG.dim, requires_grad=True)
     for block in model.layers:
         for residual in (block.attention_residual, block.mlp_residual):
             stream = residual(stream, lambda h, *args: constant)

@@ -61,10 +61,7 @@ def send_in_step(step: int, *numbers: int, pause: float = 0.0) -> Callable[[list
 
 @pytest.mark.parametrize("number, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGUSR1", 138)])
 def test_a_signal_while_training(number, code, command, undisturbed, fork, same, tmp_path):
-    """The step is finished and saved, and the resumed run ends as if there had been no signal, its log included.
-
-    Two within a second are one: a terminal that closes sends several.
-    """
+    """The step is finished and saved, and the resumed run ends as if there had been none. Two in a second are one."""
     child = fork(send_in_step(5, getattr(signal, number), signal.SIGTERM), command)
     assert child.wait() == code, child.text
     resume = command_to_type("train.py", "--resume", "--out", str(tmp_path / "run"))

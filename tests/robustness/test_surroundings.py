@@ -19,6 +19,7 @@ import train
 from machine.process import PACKAGES, SETUP, out_of_memory
 from runtime.checkpoint import list_checkpoints, verify
 from runtime.huggingface.weights import stored_tensors
+from runtime.run_dir import read_rows
 
 ROOT = Path(__file__).parents[2]
 TINY = "--dim 16 --layers 1 --heads 1 --context 32 --batch-size 4 --tokenizer bytes --device cpu --dtype float32"
@@ -39,8 +40,7 @@ def test_a_run_in_odd_surroundings(tmp_path):
     assert process.stdout
     process.stdout.close()
     assert process.wait(120) == 0 and not (tmp_path / "ü/.lock").read_bytes()
-    rows = [json.loads(line) for line in (tmp_path / "ü/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "val_loss" in row] == [2, 4]
+    assert [row["step"] for row in read_rows(tmp_path / "ü/metrics.jsonl") if "val_loss" in row] == [2, 4]
     assert len(list((tmp_path / "ü/checkpoints").glob("step-*"))) == 2 and (tmp_path / "ü/report.html").exists()
 
 

@@ -122,9 +122,7 @@ def replace(owner: Any, weight: torch.Tensor, name: str = "weight") -> None:
 
 SPOILT: dict[str, Callable[[Any], Any]] = {
     "lm_head.weight is no longer .*; call tie_weights": lambda m: replace(m.embed_tokens, m.lm_head.weight),
-    r"norm\.weight and \S+norm\.weight are the same": lambda m: replace(
-        m.final_norm, m.layers[0].mlp_residual.norm.weight
-    ),
+    r"norm\.weight and \S+\.weight are the same": lambda m: replace(m.final_norm, m.layers[0].mlp_residual.norm.weight),
     r"unknown model\.layers\.0\.mlp\.up_proj\.bias": lambda m: replace(m.layers[0].mlp.up_proj, torch.ones(24), "bias"),
     r"lacks model\.norm\.weight": lambda m: setattr(m, "final_norm", nn.Identity()),
     r"model\.norm\.weight has values that are NaN": lambda m: replace(m.final_norm, torch.ones(16) / 0),

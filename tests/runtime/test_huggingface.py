@@ -1,7 +1,4 @@
-"""Hugging Face directories that are read or refused, also hostile ones; models that no architecture expresses.
-
-test_checkpoint.py has weights that do not fit the configuration.
-"""
+"""Hugging Face directories that are read or refused, also hostile ones; models that no architecture expresses."""
 
 import dataclasses
 import json
