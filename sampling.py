@@ -5,7 +5,7 @@ Shapes in comments: B samples, T tokens, V token ids.
 
 import codecs
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +128,7 @@ def stream_ids(
     decoder = decoder or model
     cache, ids = decoder.new_cache(tokens.shape[1] + count), [INVALID] * samples
     ahead = int(device.type == AHEAD)  # the number of steps
-    launched: list = []  # functions that read the ids
+    launched: list[Callable[[], list[int]]] = []  # functions that read the ids
     for index in range(count + ahead):
         if index < count:
             sampled = draw(decoder.next_logits(tokens, cache), sampling, points[index])  # B

@@ -192,9 +192,8 @@ def bench_train(config: SimpleNamespace, device: torch.device) -> Report:
 def make_step(model: ModelConfig, config: TrainConfig) -> Call:
     """A training step of train.py, on the same random tokens every time.
 
-    It is a step of the trainer itself. So it is compiled as a run is, its batch is divided into the same micro-batches,
-    and its gradients are clipped. It does not read the loss, which a run does every ten steps, and `--watch` is off.
-    The learning rate stays at its peak, which takes as long as any other.
+    It is a step of the trainer itself, at the peak of the learning rate: compiled as a run is, divided into the same
+    micro-batches, clipped. It does not read the loss, which a run does every ten steps, and `--watch` is off.
     """
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     config = replace(config, watch=0)

@@ -117,11 +117,11 @@ def to_device(ids: Tensor, device: torch.device) -> Tensor:
     return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and ids.is_cpu else ids.to(device)
 
 
-def start_reading(x: Tensor) -> Callable:
+def start_reading(x: Tensor) -> Callable[[], list]:
     """Start copying a CUDA tensor. Returns a function that waits for the copy, but not for later work, and reads it."""
     copy = x.to("cpu", non_blocking=True)  # pinned memory
     copied = torch.cuda.current_stream(x.device).record_event()
-    return lambda: copied.synchronize() or copy.tolist()
+    return lambda: copied.synchronize() or copy.tolist()  # synchronize returns None
 
 
 @contextlib.contextmanager

@@ -169,7 +169,7 @@ def resolve(
         found = {name: kept[name] for name in (*ModelConfig.__annotations__, "tokenizer")}
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else math.inf
     if device.type == "mps":
-        # In fp32, with all scores of attention, 64 sequences of `small` need 14.3 GiB, more than a card of 12 GB has.
+        # The limits are CUDA's: 12 GB for 64 sequences of `small`. In fp32 with all scores of attention, they need 16.
         memory = 0.75 * torch.mps.recommended_max_memory()
     keeps = {"lr": kept["lr"]} if continues else {}  # not derived again, in the middle of its schedule
     model, training = configure(keeps | asked, found, previous, memory)

@@ -65,8 +65,6 @@ class Waits(TorchDispatchMode):
             pinned = args[0].clone()
             pinned.is_on_pinned_memory = True
             return pinned
-        if func is torch.ops.aten._fused_adamw_.tensor_lr:  # it has no fake implementation
-            func, kwargs = torch.ops.aten._fused_adamw_.default, kwargs | {"lr": 0.5}
         out = func(*args, **kwargs)
         self.launches += not (func.is_view or name in NO_KERNEL)
         if name == "_to_copy":
