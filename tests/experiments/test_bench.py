@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 from collections.abc import Callable
 from functools import partial
@@ -90,24 +91,29 @@ def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
     assert rows == [("plain", 1, 8, 30), ("plain", 3, 22, 90), ("fast", 1, 15, 30), ("fast", 3, 45, 90)]
 
 
-def test_every_command_of_the_list_for_a_gpu_is_valid(tmp_path, monkeypatch):
-    """The parsers and the checks of the commands accept it. The device may be missing here. It ends in ten minutes."""
-    text = tmp_path / "text.txt"
-    text.touch()
+def test_every_command_of_the_list_for_a_gpu_is_valid(tmp_path, text, monkeypatch):
+    """The parsers and the checks of the commands accept it, and results/step.py runs. It ends in ten minutes."""
     script = ["bash", str(ROOT / "results/gpu.sh"), str(tmp_path / "the out"), str(text)]
     run = partial(subprocess.run, capture_output=True, text=True, env=os.environ | {"PYTHON": "true"})
     lines = run([*script, "all"]).stdout.splitlines()
     assert int(run(script).stderr.removesuffix(" s in total\n").split()[-1]) <= 560  # and 5 s to kill each
     monkeypatch.setattr("runtime.run.pick_device", lambda name: torch.device("cpu"))
     monkeypatch.setattr(bench, "pick_device", lambda name: torch.device("cpu"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "")
+    small = f"{MODEL} --tokenizer bytes --vocab-size 257 --data {text} --cache-dir {tmp_path} --batch-size 2".split()
     assert len({line.partition(":")[0] for line in lines}) == 12 and str(text) in "".join(lines)
     for line in lines:
-        program, *arguments = line.partition(" s: python ")[2].replace(str(tmp_path / "the out"), "out").split()
+        program, *arguments = line.partition(" s: python ")[2].replace(" out/", "-out/").split()
         if program == "bench.py":
             bench.parse(arguments)
-        elif program in ("train.py", "results/step.py"):
-            flags = arguments[2:] if program == "results/step.py" else arguments
-            resolve(read_train([*flags, "--no-compile"]))
+        elif program == "train.py":
+            resolve(read_train([*arguments, "--no-compile"]))
+        elif program == "results/step.py":
+            main = runpy.run_path(str(ROOT / program))["main"]
+            main.__globals__["STEPS"] = 2
+            main(*arguments, *small)
+            assert "aten::mm" in (tmp_path / f"the-out/step-{arguments[0]}.txt").read_text()
         elif program == "ablate.py":
             configure(ablate.parse(arguments)[1])
         else:
