@@ -76,11 +76,12 @@ def test_a_tracker_gets_every_row(tmp_path, monkeypatch):
 def test_a_commit_has_a_hash_of_the_code_that_differs_from_it(tmp_path, monkeypatch):
     """Also of new files in folders, which may be norms, but not of those that --import names."""
     monkeypatch.setattr(runtime.run, "ROOT", tmp_path)
-    (tmp_path / "norms").mkdir()
     found = [(tmp_path / "a.py").touch()]
     for command in ("init", "add a.py", "-c user.name=a -c user.email=b commit -m c"):
         subprocess.run(f"git {command}".split(), cwd=tmp_path, check=True)
-    for name, text in (*(("x.py", "a"), ("a.py", "b")), *(("norms/x.py", text) for text in "aba"), ("a.py", "")):
+    new = [("venv/site-packages/x.py", "a"), ("x.py", "a"), ("a.py", "b"), *(("norms/x.py", text) for text in "aba")]
+    for name, text in (*new, ("a.py", "")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
         found.append(runtime.run.commit())
-    assert found[2].startswith(f"{found[1]}-dirty-") and found[3] == found[5] and len({*found[1:]}) == 5
+    assert found[3].startswith(f"{found[2]}-dirty-") and found[4] == found[6] and len({*found[1:]}) == 5
