@@ -18,7 +18,6 @@ except ImportError:  # missing on Windows: locking is skipped there
     fcntl = None  # type: ignore[assignment]
 
 ROOT = Path(__file__).parent
-CHECKSUM = "sha256"  # key of the digest of everything else in a JSON file of ours
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # full, over a quota or a size limit, or broken
 NO_LOCKS = "the file system has no locks, so two processes that write to one folder are not noticed"
 NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -80,7 +79,7 @@ def read_json(path: Path, kind: Any) -> Any:
 def write_ours(path: Path, format: Any, content: dict[str, Any]) -> None:
     """Write JSON for `read_ours`, with a digest and its format: a version or, in a cache, what it was made from."""
     content = {"format": format} | content
-    write_atomically(path, json.dumps(content | {CHECKSUM: digest(content)}, indent=2) + "\n")
+    write_atomically(path, json.dumps(content | {"sha256": digest(content)}, indent=2) + "\n")
 
 
 def read_ours(path: Path, format: Any) -> dict[str, Any]:
@@ -88,7 +87,7 @@ def read_ours(path: Path, format: Any) -> dict[str, Any]:
     content = read_json(path, dict)
     other = f"{path} is of another version (format {content.get('format')}, not {format})"
     require(content.get("format", format) == format, f"{other}; commit {content.get('commit')} can read it")
-    found = content.pop(CHECKSUM, None)
+    found = content.pop("sha256", None)
     require(found == digest(content), f"{path} is damaged or was edited; pass changed options as flags instead")
     return content
 

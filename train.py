@@ -240,19 +240,17 @@ class Trainer:
         """Continue from a checkpoint of the run."""
         with distributed.raise_on_all_ranks():
             state = checkpoints.load_checkpoint(checkpoint, self.model, self.optimizers)
-            here, there = self.run.id, state.get("run", self.run.id)
-            found = f"{checkpoint} holds step {state['step']} of run {there}, and this is run {here}; move it away"
-            require(here == there and checkpoint.name == f"step-{state['step']:06d}", found)
+            own = state.get("run", self.run.id) == self.run.id and checkpoint.name == f"step-{state['step']:06d}"
+            require(own, f"{checkpoint} holds another step, or is of another run; move it away")
         self.step = state["step"]
         self.logged_losses = state["losses"]
         self.started -= state["seconds"]
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        log = self.run.folder / "metrics.jsonl"
-        rows = distributed.from_main(read_rows, log)
+        rows = distributed.from_main(read_rows, self.run.folder / "metrics.jsonl")
         newest = rows[-1]["step"] if rows else 0
         if newest < self.step - len(self.logged_losses):  # a checkpoint has the steps that came after a row
-            warn(f"warning: {log} ends at step {newest}, before {checkpoint.name}; the rows between are missing")
+            warn(f"warning: {self.run.folder}/metrics.jsonl ends at step {newest}, before {checkpoint.name}")
         self.evaluated = any(row["step"] == self.step and "val_loss" in row for row in rows)  # at this step
 
     # Between steps.

@@ -199,13 +199,12 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[st
                 progress[split] += array.nbytes
                 with describe_write_error(path, corpus.sizes[split] * dtype.itemsize), open(path, "ab") as file:
                     file.write(array.data)
+                require(path.stat().st_size == progress[split], f"another process writes {path} too; start one alone")
             progress["done"] = number
             if number % SAVE_EVERY == 0:
                 for path in paths.values():
                     sync(path)
                 write_ours(folder / PROGRESS, folder.name, progress)
-    for split, path in paths.items():
-        require(path.stat().st_size == progress[split], f"{path} was written by another process too; start again alone")
     files = [map_tokens(path, dtype) for path in paths.values()]
     if taken < size:
         warn(f"gzip -9 has compressed {taken:,} of {size:,} bytes of validation text, in evenly spaced parts")

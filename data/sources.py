@@ -53,13 +53,12 @@ def text_files(name: str, files: list[Path], flag: str = "--data") -> list[Path]
     """Those of the files behind `name` that are text. A line says what is left out of a folder."""
     if name in ("python", "shakespeare"):
         return files
-    described = (file.parent for file in files if file.name == "dataset_info.json")
-    saved = next((folder for folder in described if [*folder.glob("*.arrow")]), None)
-    makes = f'datasets.load_from_disk("{saved}").to_parquet("text.parquet")'
-    require(not saved, f"{flag} {name} holds Arrow files of the package datasets; pass what {makes} writes")
     path = Path(name)
     problems = defaultdict(list)
     for file in files:
+        arrow = file.name == "dataset_info.json" and any(file.parent.glob("*.arrow"))
+        makes = f'datasets.load_from_disk("{file.parent}").to_parquet("text.parquet")'
+        require(not arrow, f"{flag} {name} holds Arrow files of the package datasets; pass what {makes} writes")
         hidden = file.name.startswith(".") and file != path
         problems["hidden" if hidden else _not_text(file)].append(file)
     taken = problems.pop("", [])

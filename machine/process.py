@@ -21,7 +21,6 @@ FAILED, OUT_OF_MEMORY = 1, 3  # other exit codes are those of exceptions
 PACKAGES = ("torch", "numpy", "sentencepiece", "safetensors", "tqdm", "matplotlib")
 SETUP = "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/python train.py"
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
-SCREEN = 1600  # characters of a line
 SAME_STOP = 1.0  # seconds in which several signals count as one, as when a terminal closes
 
 
@@ -185,6 +184,4 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def _print_error(line: object) -> None:
-    text = one_line(str(line))
-    cut = text if len(text) <= SCREEN else f"{text[: SCREEN - 400]} ... {text[-400:]}"  # its end says what to do
-    print(f"error: {cut}", file=sys.stderr)
+    print(f"error: {one_line(str(line))[:1600]}", file=sys.stderr)  # a screen at most

@@ -76,9 +76,8 @@ def load_run(folder: Path) -> RunFile:
     read_rows(folder / "watch.jsonl")
     first = min(run["resolved"]["save_every"], run["resolved"]["steps"])  # a step is saved before it is evaluated
     logged = any(row["step"] > first or (row["step"] == first and "val_loss" in row) for row in rows)
-    saved = any((folder / "checkpoints").glob("step-*"))
     lost = f"{folder}/checkpoints holds no checkpoint; restore it, or delete metrics.jsonl to begin again"
-    require(saved or not logged, lost)
+    require(not logged or any((folder / "checkpoints").glob("step-*")), lost)
     return run
 
 

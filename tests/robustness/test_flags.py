@@ -61,8 +61,7 @@ def assert_refused(command: Callable, message: str, arguments: list[str], place:
 
 def test_an_error_that_is_longer_than_a_screen_is_cut(refused):
     error = refused(train.main, ["--norm", "x" * 5000])
-    assert "argument --norm: invalid choice: 'xxx" in error and "xxx ... xxx" in error and "(choose from " in error
-    assert len(error) < 1700
+    assert "argument --norm: invalid choice: 'xxx" in error and 1500 < len(error) < 1700
 
 
 @pytest.mark.parametrize("flags", REFUSED)
