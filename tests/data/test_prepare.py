@@ -5,6 +5,7 @@ import json
 import os
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from unittest.mock import Mock
@@ -18,7 +19,7 @@ from data import prepare as preparing
 from data.corpus import SPLITS, Corpus
 from data.prepare import Prepared, prepare
 from data.sources import read_documents
-from data.tokenizer import ByteTokenizer, Ids, train_tokenizer
+from data.tokenizer import ByteTokenizer, train_tokenizer
 from files import read_ours, sha256, write_ours
 
 TEXTS = [f"def f{number}(x):\n    return x + {number}  # é \u2581 <s>\n" * 3 for number in range(200)]
@@ -198,17 +199,11 @@ def test_two_preparations_of_the_same_text_build_it_once(source, capfd):
     assert len({one.train.tobytes() for one in prepared}) == capfd.readouterr().err.count("preparing") == 1
 
 
-def test_token_files_that_another_process_writes_too_are_refused(source):
+def test_token_files_that_another_process_writes_too_are_refused(source, monkeypatch):
     """As on a file system without locks."""
-
-    class Disturbed(ByteTokenizer):
-        def encode_batch(self, texts: list[str]) -> list[Ids]:
-            for file in source.parent.glob("cache/*.part/train.bin"):
-                file.write_bytes(b"x")
-            return super().encode_batch(texts)
-
-    with pytest.raises(ValueError, match=r"another process writes \S+/train\.bin too; start one"):
-        prepare([str(source)], "", 0, source.parent / "cache", 16, tokenizer=Disturbed())
+    monkeypatch.setattr(preparing, "describe_write_error", lambda path, size: nullcontext(path.write_bytes(b"x")))
+    with pytest.raises(ValueError, match=r"another process writes \S+/train\.bin too; start one alone$"):
+        prepare_from(source, "bytes")
 
 
 def test_gzip_compresses_evenly_spaced_parts_of_a_long_validation_text(tmp_path, capsys):
