@@ -108,7 +108,7 @@ class Llama(nn.Module):
     def terms(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """The sums of the terms over tokens with final hidden states (N, C)."""
         logits = upcast(self.logits(x))  # N V
-        terms = {"train_loss": F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")}
+        terms = {"train_loss": F.cross_entropy(logits, targets, reduction="sum")}
         if self.config.z_loss:  # keeps the softmax's normalizer near 1: PaLM, arXiv 2204.02311
             squares = logits.logsumexp(-1).square().masked_fill(targets == IGNORED, 0)  # N
             terms["z_loss"] = self.config.z_loss * squares.sum()

@@ -73,9 +73,10 @@ def is_main() -> bool:
 
 def check_device(device: torch.device) -> None:
     """Raise ValueError unless each rank can have a `device` of its own, and torchrun has started them if several."""
-    several = [f"{name} is {os.environ[name]}" for name in PROCESSES if os.environ.get(name, "1") != "1"]
-    joined = world_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ or not several
-    require(joined, f"{', '.join(several)}: start several ranks with torchrun --nproc-per-node N, see docs/gpu.md")
+    if world_size() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        several = any(os.environ.get(name, "1") != "1" for name in PROCESSES)
+        how = "use torchrun --nproc-per-node N, see docs/gpu.md"
+        require(not several, f"another launcher has started several processes, each of which would train alone; {how}")
     shared = device.index is not None or local_rank() >= torch.cuda.device_count()
     if world_size() > 1 and device.type != "cpu" and shared:
         raise ValueError(f"--device {device}: each rank needs its own GPU; use --device cuda with fewer ranks, or cpu")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from data.tokenizer import Tokenizer
@@ -100,22 +100,22 @@ def clear_unfinished(run: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def save_pretrained(directory: str | Path, model: nn.Module, tokenizer: Tokenizer) -> None:
+def save_pretrained(directory: str | Path, model: Any, tokenizer: Tokenizer) -> None:
     """Write a Llama, also a compiled or averaged one or one in DDP, and its tokenizer into a new or empty directory.
 
     `load_pretrained` opens it, and so does `transformers`, if it has the architecture; otherwise config.json says why
     not. What was written is read again. Raises ValueError, naming the tensor, for a model that could not be loaded as
     it is, and leaves no files.
     """
-    models = [each for each in model.modules() if isinstance(each, Llama)]
-    whole = len(models) == 1 and len([*models[0].parameters()]) == len([*model.parameters()])
-    require(whole, f"only a Llama can be saved, not a {type(model).__name__} with {len(models)} and other weights")
-    directory, state = Path(directory), stored_state(models[0])
+    while type(model).__name__ in ("OptimizedModule", "AveragedModel", "DistributedDataParallel"):
+        (model,) = model.children()
+    require(isinstance(model, Llama), f"only a Llama can be saved, not a {type(model).__name__}")
+    directory, state = Path(directory), stored_state(model)
     directory.mkdir(parents=True, exist_ok=True)
     require(not any(directory.iterdir()), f"{directory} is not empty; name a new directory")
     try:
         with describe_write_error(directory, sum(tensor.nbytes for tensor in state.values())):
-            write_model(directory, models[0], state, tokenizer)
+            write_model(directory, model, state, tokenizer)
             read_tokenizer(written := read_config(directory))
             for stored in open_model(written)[1].values():
                 stored.read()

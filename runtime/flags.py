@@ -20,7 +20,7 @@ SYNONYMS = {  # names in nanoGPT, Hugging Face and generate.py that are not spel
     "--learning-rate": "--lr", "--max-iters": "--steps", "--n-embd": "--dim", "--d-model": "--dim",
     "--block-size": "--context", "--seq-len": "--context", "--checkpoint": "--out",
 }  # fmt: skip
-PATHS = {"data", "val_data", "tokenizer", "init_from", "out", "cache_dir", "config", "checkpoint", "runs", "json"}
+PATHS = {"data", "val_data", "tokenizer", "init_from", "out", "cache_dir", "config", "checkpoint", "import"}
 TRUTH = {"true": True, "false": False}
 BY_TYPE: dict[Any, dict[str, Any]] = {  # how argparse reads an option
     bool: {"action": argparse.BooleanOptionalAction},
@@ -43,10 +43,11 @@ class Parser(argparse.ArgumentParser):
         given = vars(self.parse_args(arguments))
         with bad_input():
             given.pop("imports", None)  # they have been imported
-            for name in given.keys() - {"prompt"}:  # as of a variable that a script has not set
-                values = given[name] if isinstance(given[name], list) else [given[name]]
-                require("" not in values, f"{flag_name(name)} must not be empty; leave it out or name a value")
-            given = {name: expand_path(name, value) for name, value in given.items()}
+            for name, value in given.items():
+                given[name] = expand_path(name, value)
+                values = value if isinstance(value, list) else [value]  # empty as a variable that a script has not set
+                valid = "" not in values or name == "prompt"
+                require(valid, f"{flag_name(name)} must not be empty; leave it out or name a value")
             for name in given.keys() & FIELDS.keys():
                 if get_origin(FIELDS[name].type) is dict:
                     given[name] = read_pairs(flag_name(name), given[name])
@@ -151,8 +152,9 @@ def expand_path(name: str, value: Any) -> Any:
     """The value of an option: paths as text, with the home directory for ~."""
     if isinstance(value, list | tuple):
         return [expand_path(name, part) for part in value]
-    text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    return os.path.expanduser(text) if name in PATHS and isinstance(text, str) else text
+    if name in PATHS and isinstance(value, str | os.PathLike):
+        return os.path.expanduser(value)
+    return value
 
 
 def read_keywords(options: Asked, others: Asked) -> Asked:
