@@ -66,7 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
 def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int) -> None:
     """Print a single sample as it is generated, or several samples at the end, and the speed to standard error."""
     texts, tokens, started = [""] * samples, 0, time.perf_counter()
-    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+        sys.stdout.reconfigure(encoding="utf-8")
     with suppress(BrokenPipeError):  # the reader has ended, such as `head`
         if samples == 1:
             write(prompt)

@@ -211,9 +211,9 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"step {step}: loss {loss:.3f}", flush=True)
     loss = evaluate(model, validation)
     print(f"validation loss {loss:.4f} nats or {loss / math.log(2):.4f} bits per byte")
-    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    newline = torch.tensor([[ord("\n")]], device=device)  # B T, the start of the sample
-    print(bytes(generate(model, newline, CONTEXT - 1)[0].tolist()).decode(errors="replace"))
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+        sys.stdout.reconfigure(encoding="utf-8")
+    print(bytes(generate(model, validation[None, :1].long(), CONTEXT - 1)[0].tolist()).decode(errors="replace"))
 
 
 if __name__ == "__main__":

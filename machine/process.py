@@ -32,11 +32,13 @@ def start(may_close: Sequence[str] = ("stdout", "stderr")) -> None:
 
     They escape characters that the locale cannot encode.
     """
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # libgomp's own number slows down a busy machine several times
+    if hasattr(sys, "ps1"):  # %run in IPython, which goes on afterwards and keeps its signals and streams
+        return
     stop_at_signals()
     if missing := missing_packages():
         _print_error(missing)
         sys.exit(BadInput.code)
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # libgomp's own number slows down a busy machine several times
     os.environ.pop("MPLBACKEND", None)  # plots go to files; a notebook's own backend may be missing
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

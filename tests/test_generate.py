@@ -258,16 +258,18 @@ def test_prompt_and_continuation_are_printed_to_stdout(run, model, dtype, fast, 
     assert "6 tokens in" in output.err and "tokens/s" in output.err and f"step-000001 on cpu in {dtype}" in output.err
 
 
-def test_text_is_printed_as_it_is_generated(capsys):
-    shown = []
+def test_text_is_printed_as_it_is_generated(monkeypatch):
+    """To a notebook, too, whose standard output has no encoding to change."""
+    shown, output = [], io.StringIO()
+    monkeypatch.setattr("sys.stdout", output)
 
     def stream() -> Iterator[list[str | None]]:
         for piece in "abc":
             yield [piece]
-            shown.append(capsys.readouterr().out)
+            shown.append(output.getvalue())
 
     command.print_samples("p", stream(), 1)
-    assert shown == ["pa", "b", "c"]
+    assert shown == ["pa", "pab", "pabc"]
 
 
 def test_newest_run_with_several_samples_and_prompt_from_stdin(run, model, capsys, monkeypatch):

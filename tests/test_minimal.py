@@ -4,6 +4,7 @@ An operation rounds to 1e-16. Layers, and steps of training, add and amplify tha
 """
 
 import dataclasses
+import io
 
 import pytest
 import torch
@@ -89,9 +90,11 @@ def test_the_cache_changes_no_logit_and_no_sample():
     assert greedy[:, :4].equal(TOKENS[:, :4]) and greedy[:, 4:].equal(model(greedy)[:, 3:-1].argmax(-1))
 
 
-def test_the_command_learns_and_refuses_a_missing_text(text, capsys, ends):
-    minimal.main(["--data", str(text), "--steps", "100", "--lr", "0.01"])
-    loss = float(capsys.readouterr().out.split("validation loss ")[1].split()[0])
+def test_the_command_learns_and_refuses_a_missing_text(text, monkeypatch, ends):
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", output := io.StringIO())  # as in a notebook, its encoding cannot be changed
+        minimal.main(["--data", str(text), "--steps", "100", "--lr", "0.01"])
+    loss = float(output.getvalue().split("validation loss ")[1].split()[0])
     assert 0.5 < loss < 2.5  # nats a byte; the frequencies of the bytes alone give 2.6
     code, error = ends(minimal.main, ["--data", "none.txt"])
     assert code == 2 and "--data none.txt: no file of 640 bytes" in error

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,11 @@ def test_outputs_are_committed_and_the_text_repeats_their_numbers():
     assert all(cell["outputs"] for cell in CODE) and NOTEBOOK.stat().st_size < 150_000
     assert not re.search(r"(?<!\w)(/|[A-Z]:)\w+[/\\]|widget", shown)  # no absolute paths, no progress bars
     assert all(n in shown for cell in CELLS if cell not in CODE for n in re.findall(r"\d\.\d\d", str(cell["source"])))
+
+
+def test_without_the_checkout_it_says_how_to_get_it(tmp_path):
+    done = subprocess.run([sys.executable, "-c", "".join(CODE[0]["source"])], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 1 and b"The checkout is missing" in done.stderr and b"\n!git clone " in done.stderr
 
 
 @pytest.mark.slow

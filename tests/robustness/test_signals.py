@@ -35,6 +35,14 @@ def test_a_signal_while_torch_is_imported():
     assert (started.returncode, output, errors) == (130, "", "error: stopped by SIGINT\n")
 
 
+def test_ipython_keeps_its_signals_and_streams(monkeypatch):
+    """After %run train.py, an interrupt must not end the kernel."""
+    monkeypatch.setattr("sys.ps1", "In : ", raising=False)
+    before = [*map(signal.getsignal, process.STOP_SIGNALS)], sys.stdout
+    process.start()
+    assert before == ([*map(signal.getsignal, process.STOP_SIGNALS)], sys.stdout)
+
+
 def caught(pid: int, number: int) -> bool:
     """Whether a process has a handler for this signal."""
     (mask,) = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
