@@ -1,7 +1,4 @@
-"""train.py and generate.py on a fake card: no operation mixes devices, and Python does not wait for the card.
-
-`test_fake_card.py` runs this file, in a process that loads a library before torch: on_fake_card.py LIBRARY
-"""
+"""train.py and generate.py on a fake card: nothing mixes devices or waits for it. test_fake_card.py runs this file."""
 
 from fake_card import PLACEHOLDERS, fake_card, on_card, on_real_data  # isort: skip
 

@@ -39,10 +39,7 @@ def curves(outcomes: list[Record]) -> Figure:
 
 
 def test_differences_show_seeds_mean_and_interval():
-    """By hand: -0.5, -0.4, -0.6 have mean -0.5 and standard deviation 0.1. The lowest difference comes first.
-
-    An arm has no mean if one of its runs diverged.
-    """
+    """By hand: -0.5, -0.4, -0.6 have mean -0.5 and deviation 0.1. An arm of which a run diverged has no mean."""
     base, layernorm = runs("rmsnorm", 2.0, 3.0, 4.0), runs("layernorm", 1.5, 2.6, 3.4)
     axes = differences([*base, *layernorm, *runs("derf", 2.5, None, 4.5)]).axes[0]
     seeds, mean, others, _ = (np.asarray(line.get_xydata()).tolist() for line in axes.lines if line.get_marker() != "|")

@@ -1,7 +1,4 @@
-"""Placements in whole models, compared with their formulas in float64, and their initialization.
-
-Sublayers and norms are those of the model: test_minimal.py, test_recipes.py and test_contract.py compare these.
-"""
+"""Placements in whole models against float64 formulas with the model's sublayers and norms; their initialization."""
 
 import dataclasses
 import math

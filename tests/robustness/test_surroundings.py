@@ -1,6 +1,4 @@
-"""Odd surroundings of commands: a reader that leaves, no home, a locale without UTF-8, another working directory,
-warnings as errors, missing packages, no memory.
-"""
+"""Odd surroundings: a reader that leaves, no home, no UTF-8, another folder, warnings as errors, no packages, memory."""
 
 import errno
 import json
