@@ -1,4 +1,4 @@
-"""Odd surroundings: a reader that leaves, no home, no UTF-8, another folder, warnings as errors, no packages, memory."""
+"""Odd surroundings: a reader that leaves, no home, no UTF-8, warnings as errors, no packages."""
 
 import errno
 import json
