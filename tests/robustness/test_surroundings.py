@@ -1,4 +1,4 @@
-"""Odd surroundings: a reader that leaves, no home, no UTF-8, warnings as errors, no packages."""
+"""Odd surroundings: a reader that leaves, no home, no UTF-8, another folder, warnings as errors, no memory."""
 
 import errno
 import json
