@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from config import ModelConfig, check_fields
 from data.pretrained import read_directory, read_files
 from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
-from files import CHECKSUM, digest, is_a, read_json, require, warn
+from files import digest, is_a, read_json, require, warn
 from machine import distributed
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, layout, to_theirs
@@ -57,7 +57,7 @@ def write_model(directory: Path, model: Llama, state: dict[str, Tensor], tokeniz
     except ValueError as reason:
         described |= {"model_type": OWN_TYPE, "not_in_transformers": str(reason)}
     own = {"format": FORMAT, "model": asdict(config), "tokenizer": tokenizer.kind, "imports": import_records()}
-    own[CHECKSUM] = digest(described | {OWN: own})
+    own["sha256"] = digest(described | {OWN: own})
     (directory / CONFIG).write_text(json.dumps(described | {OWN: own}, indent=1), "utf-8")
     tensors = {name: stored.to_theirs(ours, state) for name, ours in stored.places(state).items()}
     save_tensors(tensors, directory / WEIGHTS)
@@ -128,7 +128,7 @@ def read_config(directory: Path) -> StoredModel:
         check_fields(own["model"], OWN)
         warn_of_imports(own["imports"], added=True)
         config = ModelConfig(**own["model"])
-        unchanged = own.pop(CHECKSUM, None) == digest(described)
+        unchanged = own.pop("sha256", None) == digest(described)
         if not unchanged and described.get("model_type") != OWN_TYPE:
             theirs = from_theirs(described)
             if theirs != from_theirs(to_theirs(config)):

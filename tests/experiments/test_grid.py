@@ -138,13 +138,13 @@ def test_each_arm_has_the_rates_of_its_sizes(text, tmp_path):
     def rates(flags: str) -> list[list[float]]:
         files = f"--data {text} --cache-dir {tmp_path} --out {tmp_path / 'out'}"
         made = f"--layers 1 --context 16 --tokenizer bytes --device cpu {files} {flags}"
-        return [*resolve_ablation(*ablate.parse(made.split())).lrs.values()]
+        return [[*rates] for rates in resolve_ablation(*ablate.parse(made.split())).lrs.values()]
 
     assert rates("--factor dim=128,256,96") == [[0.015], [0.00776], [0.0197]]
     assert rates("--factor dim=256,128 --lrs 0.01 0.02") == [[0.00776, 0.01, 0.02], [0.015, 0.0193, 0.0386]]
     assert rates("--factor dim=256,128 --lrs 0.02 --lr 0.03") == [[0.02, 0.03], [0.03, 0.0386]]
     assert rates("--factor optimizer=muon,adamw --dim 256 --lrs 0.1") == [[0.00776, 0.1], [0.015, 0.1]]
-    assert rates("--ladder 64 192 --head-dim 32 --lrs 0.01") == [[0.01, 0.0123], [0.00444, 0.00547]]
+    assert rates("--ladder 64 192 --head-dim 32 --lrs 0.01") == [[0.01, 0.0144], [0.00467, 0.00673]]
     (tmp_path / "out/cells/dim=256-lr0.015-seed0").mkdir(parents=True)
     assert rates("--factor dim=128,256,96") == [[0.015], [0.015], [0.0197]]
 
