@@ -259,8 +259,7 @@ def test_prompt_and_continuation_are_printed_to_stdout(run, model, dtype, fast, 
 
 
 def test_text_is_printed_as_it_is_generated(monkeypatch):
-    """To a notebook, too, whose standard output has no encoding to change."""
-    shown, output = [], io.StringIO()
+    shown, output = [], io.StringIO()  # without an encoding to change, as in a notebook
     monkeypatch.setattr("sys.stdout", output)
 
     def stream() -> Iterator[list[str | None]]:

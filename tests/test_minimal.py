@@ -91,9 +91,8 @@ def test_the_cache_changes_no_logit_and_no_sample():
 
 
 def test_the_command_learns_and_refuses_a_missing_text(text, monkeypatch, ends):
-    with monkeypatch.context() as patch:
-        patch.setattr("sys.stdout", output := io.StringIO())  # as in a notebook, its encoding cannot be changed
-        minimal.main(["--data", str(text), "--steps", "100", "--lr", "0.01"])
+    monkeypatch.setattr("sys.stdout", output := io.StringIO())  # without an encoding to change, as in a notebook
+    minimal.main(["--data", str(text), "--steps", "100", "--lr", "0.01"])
     loss = float(output.getvalue().split("validation loss ")[1].split()[0])
     assert 0.5 < loss < 2.5  # nats a byte; the frequencies of the bytes alone give 2.6
     code, error = ends(minimal.main, ["--data", "none.txt"])

@@ -13,14 +13,12 @@ CELLS = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
 CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
 
 
-def test_outputs_are_committed_and_the_text_repeats_their_numbers():
+def test_outputs_are_committed_and_the_text_repeats_their_numbers(tmp_path):
+    """Without the checkout, the first cell says how to get it."""
     shown = " ".join("".join(output.get("text", output.get("data"))) for cell in CODE for output in cell["outputs"])
     assert all(cell["outputs"] for cell in CODE) and NOTEBOOK.stat().st_size < 150_000
     assert not re.search(r"(?<!\w)(/|[A-Z]:)\w+[/\\]|widget", shown)  # no absolute paths, no progress bars
     assert all(n in shown for cell in CELLS if cell not in CODE for n in re.findall(r"\d\.\d\d", str(cell["source"])))
-
-
-def test_without_the_checkout_it_says_how_to_get_it(tmp_path):
     done = subprocess.run([sys.executable, "-c", "".join(CODE[0]["source"])], cwd=tmp_path, capture_output=True)
     assert done.returncode == 1 and b"The checkout is missing" in done.stderr and b"\n!git clone " in done.stderr
 

@@ -145,6 +145,9 @@ def test_any_directory_gives_its_tokenizer_to_a_new_model(directories, tmp_path)
         read_directory(tmp_path)  # it puts a space in front
     with pytest.raises(ValueError, match=r"uni/tokenizer\.model is a unigram model or was extended: it has other ids"):
         read_directory(directories["uni"])
+    (tmp_path / "tokenizer.model").write_bytes(b"no model")
+    with pytest.raises(ValueError, match=r"tokenizer\.model: not a readable SentencePiece model$"):
+        read_directory(tmp_path)
     with pytest.raises(ValueError, match=r"^byte holds no tokenizer\.json and no tokenizer\.model; AutoTok"):
         read_directory(Path("byte"))
 

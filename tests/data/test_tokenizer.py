@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data import tokenizer as tokenizers
 from data.prepare import FORMAT_VERSION
-from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, train_tokenizer
 
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 RESERVED = ["<unk>", "<s>", "</s>", "<0x41>", "<0x0A>", "<pad>", "⁇", " ⁇ "]
@@ -86,12 +86,6 @@ def test_the_end_of_document_token_decodes_to_nothing(tokenizer):
     ids = [*tokenizer.encode("a"), tokenizer.end_of_document, *tokenizer.encode("\U0010fffd")]
     assert tokenizer.decode(ids) == "a\U0010fffd" and len(ids) == 6, "unknown characters are four bytes"
     assert tokenizer.decode(ids[:4]) == "a\ufffd" and tokenizer.token_bytes[tokenizer.end_of_document] == 0
-
-
-def test_a_model_that_cannot_be_read_is_refused(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(b"no model")
-    with pytest.raises(ValueError, match=r"tokenizer.model: not a readable SentencePiece model$"):
-        load_tokenizer("sentencepiece", tmp_path)
 
 
 @pytest.mark.parametrize("text", ["\0", "\u2585\u2585\n", "\r\n"])

@@ -36,7 +36,6 @@ def test_a_signal_while_torch_is_imported():
 
 
 def test_ipython_keeps_its_signals_and_streams(monkeypatch):
-    """After %run train.py, an interrupt must not end the kernel."""
     monkeypatch.setattr("sys.ps1", "In : ", raising=False)
     before = [*map(signal.getsignal, process.STOP_SIGNALS)], sys.stdout
     process.start()

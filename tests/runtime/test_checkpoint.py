@@ -13,9 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from config import ModelConfig
 from data.tokenizer import ByteTokenizer
@@ -153,8 +151,7 @@ def test_a_directory_is_saved_whole_or_not_at_all(tmp_path, monkeypatch, one_ran
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
     with pytest.raises(ValueError, match="is not empty; name a new directory"):
         save_pretrained(directory, model, ByteTokenizer())
-    wrappers: tuple[Any, ...] = (torch.compile, AveragedModel, DistributedDataParallel)
-    for wrap in wrappers:
+    for wrap in (torch.compile, torch.optim.swa_utils.AveragedModel, nn.parallel.DistributedDataParallel):
         save_pretrained(tmp_path / wrap.__name__, wrap(model), ByteTokenizer())
         for path in directory.iterdir():
             assert (tmp_path / wrap.__name__ / path.name).read_bytes() == path.read_bytes()

@@ -160,8 +160,8 @@ def test_tokens_that_were_added_to_ours_and_all_its_files_are_kept(tmp_path, kin
         others = shutil.copytree(tmp_path / "ours", tmp_path / "others")
         change_config(others, normal_llama=())
         (others / "tokenizer_config.json").unlink()
-        ids = AutoTokenizer.from_pretrained(others)("hello you")["input_ids"]
-        assert load_pretrained(others)[1].encode_prompt("hello you") == ids
+        ids = load_pretrained(others)[1].encode_prompt("hello you")
+        assert ids == AutoTokenizer.from_pretrained(others)("hello you")["input_ids"]
     theirs = AutoTokenizer.from_pretrained(tmp_path / "ours")
     theirs.add_tokens(["lo y"])
     theirs.save_pretrained(tmp_path / "ours")
