@@ -76,7 +76,7 @@ def train_and_record(command: str) -> dict[str, Any]:
         patch.setattr(train, "evaluate", evaluate_or_die)
         graphs = count_graphs(patch)
         patch.setattr(train, "SAMPLE_TOKENS", 8)
-        patch.setattr(distributed, "all_gather", lambda x: printed.append(errors.getvalue()) or gather(x))
+        patch.setattr(distributed, "all_gather", lambda x: printed.__iadd__([errors.getvalue()]) and gather(x))
         if command.endswith("full") and distributed.is_main():
             full = OSError(errno.ENOSPC, "No space left on device")
             patch.setattr("runtime.checkpoint.save_tensors", Mock(side_effect=full))
@@ -247,7 +247,7 @@ def test_a_restart_continues_what_its_launch_has_left(left, monkeypatch, tmp_pat
 @pytest.mark.parametrize("error", [ValueError("a"), OSError(errno.ENOSPC, "b"), InUse("c")], ids=repr)
 def test_an_error_of_a_rank_is_sent_to_all(error, monkeypatch):
     sent: list[Any] = []
-    monkeypatch.setattr(distributed, "all_gather", lambda found: [sent.append(found), found])
+    monkeypatch.setattr(distributed, "all_gather", lambda found: sent.__iadd__([found]))
     with pytest.raises(type(error)), distributed.raise_on_all_ranks():
         raise error
     assert sent == [error]
