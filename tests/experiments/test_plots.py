@@ -7,7 +7,6 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
 
 from experiments.findings import compare
 from experiments.plots import COLORS, arm_styles, plot_curves, plot_differences
@@ -29,43 +28,31 @@ def runs(norm: str, *finals: float | None, losses: tuple = (5.0, 4.0, 3.0, 2.0))
     return found
 
 
-def differences(outcomes: list[Record]) -> Figure:
-    found = compare(outcomes)
-    return plot_differences(found.found, "title", arm_styles(found.arms))
-
-
-def curves(outcomes: list[Record]) -> Figure:
-    return plot_curves(outcomes, arm_styles(dict.fromkeys(run.arm for run in outcomes)), "title")
-
-
 def test_differences_show_seeds_mean_and_interval():
-    """By hand: -0.5, -0.4, -0.6 have mean -0.5 and deviation 0.1. An arm of which a run diverged has no mean."""
-    base, layernorm = runs("rmsnorm", 2.0, 3.0, 4.0), runs("layernorm", 1.5, 2.6, 3.4)
-    axes = differences([*base, *layernorm, *runs("derf", 2.5, None, 4.5)]).axes[0]
-    seeds, mean, others, _ = (np.asarray(line.get_xydata()).tolist() for line in axes.lines if line.get_marker() != "|")
+    """By hand: -0.5, -0.4, -0.6 have mean -0.5 and standard deviation 0.1. The lowest difference comes first."""
+    arms = [*runs("layernorm", 1.5, 2.6, 3.4), *runs("dyt", 1.5, 2.9, 4.2), *runs("derf", 2.5, None, 4.5)]
+    found = compare([*runs("rmsnorm", 2.0, 3.0, 4.0), *arms])
+    axes = plot_differences(found.found, "title", arm_styles(found.arms)).axes[0]
+    lines = [line for line in axes.lines if line.get_marker() != "|"]
+    seeds, mean, _, _, others, _ = (np.asarray(line.get_xydata()).tolist() for line in lines)
     assert [x for x, _ in seeds] == pytest.approx([-0.5, -0.4, -0.6]) and mean == [[pytest.approx(-0.5), 0]]
-    assert others == [[0.5, 1], [0.5, 1]]
+    assert others == [[0.5, 2], [0.5, 2]]  # without a mean, as a run diverged
+    hollow = [line.get_markerfacecolor() == "none" for line in lines if line.get_markersize() == 9]
+    assert hollow == [False, True]  # filled if the difference is shown
     interval = axes.collections[0]
     assert isinstance(interval, LineCollection)
     ((low, _), (high, _)) = interval.get_segments()[0]
     assert (low, high) == pytest.approx((-0.5 - T_TWO * 0.1 / 3**0.5, -0.5 + T_TWO * 0.1 / 3**0.5))
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["layernorm", "derf"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["layernorm", "dyt", "derf"]
     nothing = [*runs("rmsnorm", None, losses=()), *runs(r"$\frac{$", None, losses=())]
     for figure in figures_of(compare(nothing)).values():
         FigureCanvasAgg(figure).draw()
 
 
-def test_a_difference_is_filled_if_it_is_shown():
-    for losses, hollow in (((1.5, 2.9, 4.2), True), ((1.5, 2.5, 3.4), False)):
-        axes = differences([*runs("rmsnorm", 2.0, 3.0, 4.0), *runs("layernorm", *losses)]).axes[0]
-        (mean,) = (line for line in axes.lines if line.get_markersize() == 9)
-        assert (mean.get_markerfacecolor() == "none") is hollow
-
-
 def test_curves_are_means_over_the_steps_that_all_runs_logged():
     outcomes = [*runs("rmsnorm", 2.0, 2.5), *runs("layernorm", 2.0, None)]
     outcomes[3].log[2:] = [{"step": 25, "not_finite": True}]
-    train, val = curves(outcomes).axes
+    train, val = plot_curves(outcomes, arm_styles(dict.fromkeys(run.arm for run in outcomes)), "title").axes
     assert train.get_legend_handles_labels()[1] == ["rmsnorm", "layernorm (diverged)"]
     first, second = (np.asarray(line.get_xydata()).tolist() for line in train.lines)
     assert first == [[10, 10.0], [20, 9.0], [30, 8.0], [40, 7.0]] and second == [[10, 10.0], [20, 9.0]]

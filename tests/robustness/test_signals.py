@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -18,6 +17,7 @@ from files import ROOT
 from machine import process
 from runtime.checkpoint import find_checkpoint
 from runtime.plugins import command_to_type
+from tests.robustness.conftest import before_step
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -48,33 +48,35 @@ def caught(pid: int, number: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-def send_in_step(step: int, *numbers: int, pause: float = 0.0) -> Callable[[list[str]], None]:
-    """`train.main` in which this process gets signals in the middle of a step."""
+def train_and_send(arguments: list[str], pause: float, *numbers: int) -> None:
+    """Train, and get signals in the middle of step 5, each with a pause after it."""
 
-    def run(arguments: list[str]) -> None:
-        train_step = train.Trainer.train_step
+    def send(trainer: train.Trainer) -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(pause)
 
-        def send_and_step(trainer: train.Trainer) -> None:
-            for number in numbers if trainer.step == step - 1 else ():
-                os.kill(os.getpid(), number)
-                time.sleep(pause)
-            train_step(trainer)
-
-        train.Trainer.train_step = send_and_step  # type: ignore[assignment,method-assign]
+    with before_step(5, send):
         train.main(arguments)
 
-    return run
+
+SIGNALS = [("SIGINT", 0, 130), ("SIGTERM", 0, 143), ("SIGHUP", 0, 129), ("SIGUSR1", 0, 138), ("SIGHUP", 1.1, 143)]
 
 
-@pytest.mark.parametrize("number, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGUSR1", 138)])
-def test_a_signal_while_training(number, code, command, undisturbed, fork, same, tmp_path):
-    """The step is finished and saved, and the resumed run ends as if there had been none. Two in a second are one."""
-    child = fork(send_in_step(5, getattr(signal, number), signal.SIGTERM), command)
-    assert child.wait() == code, child.text
-    resume = command_to_type("train.py", "--resume", "--out", str(tmp_path / "run"))
-    assert re.findall("^error.*", child.text, re.M) == [f"error: stopped by {number}; continue with {resume}"]
-    assert find_checkpoint(tmp_path / "run").name == "step-000005"
-    train.main(["--resume", "--out", str(tmp_path / "run")])
+@pytest.mark.parametrize("number, pause, code", SIGNALS)
+def test_a_signal_while_training(number, pause, code, command, undisturbed, fork, same, tmp_path):
+    """The step is finished and saved, and the resumed run ends as if there had been no signal, its log included.
+
+    Two within a second are one: a terminal that closes sends several. A later one stops at once, without finishing the
+    step or saving. The last checkpoint is complete.
+    """
+    resume = ["--resume", "--out", str(tmp_path / "run")]
+    child = fork(train_and_send, command, pause, getattr(signal, number), signal.SIGTERM)
+    assert child.wait() == code
+    stopped = "SIGTERM" if pause else f"{number}; continue with {command_to_type('train.py', *resume)}"
+    assert re.findall("^error.*", child.text, re.M) == [f"error: stopped by {stopped}"]
+    assert find_checkpoint(tmp_path / "run").name == ("step-000003" if pause else "step-000005")
+    train.main(resume)
     assert same(tmp_path / "run", undisturbed)
 
 
@@ -99,15 +101,6 @@ def test_minutes_of_a_command_and_since_a_save(command, undisturbed, capsys, sam
     assert same(tmp_path / "run", undisturbed)
 
 
-def test_a_second_signal_stops_at_once(command, undisturbed, fork, same, tmp_path):
-    """Without finishing the step or saving. The last checkpoint is complete."""
-    child = fork(send_in_step(5, signal.SIGHUP, signal.SIGTERM, pause=1.1), command)
-    assert child.wait() == 143 and child.text.endswith("\nerror: stopped by SIGTERM\n"), child.text
-    assert find_checkpoint(tmp_path / "run").name == "step-000003"
-    train.main(["--resume", "--out", str(tmp_path / "run")])
-    assert same(tmp_path / "run", undisturbed)
-
-
 def test_ignored_signals_stay_ignored(command, undisturbed, fork, same, tmp_path):
     """SIGHUP under nohup and SIGINT in a background job, before the training loop and in it."""
 
@@ -116,8 +109,7 @@ def test_ignored_signals_stay_ignored(command, undisturbed, fork, same, tmp_path
             signal.signal(number, signal.SIG_IGN)
         process.stop_at_signals()
         os.kill(os.getpid(), signal.SIGHUP)
-        send_in_step(5, signal.SIGHUP, signal.SIGINT)(command)
+        train_and_send(command, 0, signal.SIGHUP, signal.SIGINT)
 
-    child = fork(train_in_background)
-    assert child.wait() == 0, child.text
+    assert fork(train_in_background).wait() == 0
     assert same(tmp_path / "run", undisturbed)
