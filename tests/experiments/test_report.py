@@ -12,6 +12,7 @@ import pytest
 
 from experiments.compare import find_records
 from experiments.findings import compare
+from experiments.markdown import markdown
 from experiments.records import Arm, Record, name_arms, read_csv
 from experiments.report import make_report
 from files import ROOT
@@ -30,12 +31,9 @@ def summarize(tmp_path, undrawn) -> Callable[..., list[str]]:
 
 
 def shifted(*searches: str, lr: float = 0.01, **differences: float) -> list[Record]:
-    """Three seeds of each norm. Differences of -0.01, 0, 0.01 around their mean are ± 4.3027 · 0.01 / √3 = 0.0248.
-
-    The losses of the norms that were searched for a learning rate are a parabola with its lowest point at `lr`.
-    """
+    """Three seeds of each norm. Differences of -0.01, 0, 0.01 around their mean are ± 4.3027 · 0.01 / √3 = 0.0248."""
     means = {norm: [1.99 + each, 3 + each, 4.01 + each] for norm, each in differences.items()}
-    losses = {rate: [3 + 0.1 * math.log(rate / lr) ** 2] for rate in RATES}
+    losses = {rate: [3 + 0.1 * math.log(rate / lr) ** 2] for rate in RATES}  # of searches, lowest at `lr`
     searched = [run for norm in searches for run in search(Arm.of(norm=norm), losses)]
     return records({"rmsnorm": [2.0, 3.0, 4.0]} | means) + searched
 
@@ -186,9 +184,11 @@ def test_the_page_has_sentences_table_figures_and_folded_the_rest(summarize, tmp
     runs = [replace(run, log=[] if run.search else log) for run in shifted("rmsnorm", "dyt", dyt=0.1)]
     summarize(runs, command="python ablate.py --norms")
     html = (tmp_path / "report.html").read_text("utf-8")
-    order = f"<h1>{tmp_path.name}: rmsnorm and dyt</h1>.*Compared .*<h2>Comp.*<td>dyt</td>.*<h2>Learning .*<img.*<img"
-    assert re.search(f"{order}.*<details><summary>How to.*ablate.py --norms.*<summary>Settings", html, re.DOTALL)
-    assert html.count("<td>0.01</td><td>0.0000</td>") == 2
+    order = f"<h1>{tmp_path.name}: rmsnorm and dyt</h1>.*Compared .*<h2>Comp.*<td>dyt</td>.*<h2>Learning rates"
+    order += ".*<img.*<img.*<details><summary>How to.*ablate.py --norms.*<summary>Settings"
+    assert re.search(order, html, re.DOTALL) and html.count("<td>0.01</td><td>0.0000</td>") == 2
+    assert markdown("## Title\n\n**1.25** and *not*") == "<h2>Title</h2>\n<p><strong>1.25</strong> and *not*</p>"
+    assert markdown("`--out <x>`") == "<p><code>--out &lt;x&gt;</code></p>"
 
 
 def test_two_factors_are_compared_with_the_first_arm_and_within_each_other(summarize, tmp_path):
@@ -239,8 +239,7 @@ def test_published_runs_give_the_published_differences(folder):
 
 def test_two_published_folders_are_compared_each_with_its_own_baseline(summarize, tmp_path):
     """Whether their text is the same is not known. A report on the report says the same."""
-    runs = find_records([STUDY / "recipes-muon", STUDY / "recipes-adamw"])
-    summary = summarize(runs)
+    summary = summarize(find_records([STUDY / "recipes-muon", STUDY / "recipes-adamw"]))
     assert summary[0].startswith("Compared with the first arm of its folder, at learning rates that were not all tuned")
     assert "gemma3 recipes-adamw and gemma4 recipes-adamw are undecided, as the best learning rate was no" in summary[0]
     assert summary[1] == "n = 6 or 8; 0.2M parameters, 0.5M to 1.0M tokens; equal tokens."
