@@ -30,9 +30,7 @@ place = train_py.place
 @pytest.mark.parametrize("flags", REFUSED)
 def test_a_wrong_flag(flags, place, ends, monkeypatch):
     monkeypatch.chdir(place)
-    command, message = REFUSED[flags]
-    run = train_py.RUN.split() if command is ablate.main else []
-    train_py.assert_refused(command, message, [*run, *flags.split()], place, ends)
+    train_py.assert_refused(flags, *REFUSED[flags], place, ends)
 
 
 def test_defaults_are_as_recorded(kept):
