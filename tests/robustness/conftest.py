@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,44 @@ def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def timeless(run: Path) -> list[dict[str, Any]]:
-    timed = ("seconds", "tokens_per_second")
-    return [{name: row[name] for name in row if name not in timed} for row in read_rows(run / "metrics.jsonl")]
-
-
 @pytest.fixture(scope="session")
 def same(fingerprint: Callable[[Path], list[str]]) -> Callable[[Path, Path], bool]:
     """`same(run, other)`: whether two runs have the same weights, optimizer state, log without times, and samples."""
-    return lambda *runs: len({str((fingerprint(r), timeless(r), (r / "samples.txt").read_text())) for r in runs}) == 1
+    timed = ("seconds", "tokens_per_second")
+
+    def content(run: Path) -> tuple:
+        log = [{name: row[name] for name in row if name not in timed} for row in read_rows(run / "metrics.jsonl")]
+        return fingerprint(run), log, (run / "samples.txt").read_text()
+
+    return lambda run, other: content(run) == content(other)
+
+
+@contextmanager
+def before_step(step: int, action: Callable[[train.Trainer], Any]) -> Iterator[None]:
+    """Inside, `action(trainer)` is called before this training step."""
+    train_step = train.Trainer.train_step
+
+    def act_and_step(trainer: train.Trainer) -> None:
+        if trainer.step == step - 1:
+            action(trainer)
+        train_step(trainer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Trainer, "train_step", act_and_step)
+        yield
+
+
+@contextmanager
+def limit(name: str, size: int) -> Iterator[None]:
+    """Inside, this process has at most `size` bytes of a resource."""
+    resource = pytest.importorskip("resource")  # missing on Windows
+    number = getattr(resource, name)
+    soft, hard = resource.getrlimit(number)
+    resource.setrlimit(number, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(number, (soft, hard))
 
 
 ForkProcess = getattr(multiprocessing.context, "ForkProcess", multiprocessing.Process)  # missing on Windows
@@ -90,8 +120,9 @@ class Child(ForkProcess):  # type: ignore[misc,valid-type]
         return self.exitcode is not None
 
     def wait(self) -> int | None:
-        """Its exit code: -9 after SIGKILL."""
+        """Its exit code: -9 after SIGKILL. Its output is shown if the test fails."""
         self.join(120)
+        print(self.text)
         return self.exitcode
 
     def send(self, number: int) -> None:

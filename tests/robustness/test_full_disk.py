@@ -1,33 +1,18 @@
-"""A disk that is full at any point of a run: one line with the path and the bytes it needs, exit code 1, no temporary
-files, earlier checkpoints untouched, and once there is space the run continues to the same bits.
-"""
+"""A full disk: a line with path and bytes, exit code 1, earlier checkpoints untouched, and with space the same bits."""
 
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import train
+from tests.robustness.conftest import limit
 
 pytestmark = pytest.mark.pictures
 # A model so small that its checkpoint is smaller than loss.png.
 COMMAND = "--dim 4 --hidden-dim 4 --layers 1 --heads 1 --context 16 --batch-size 4 --tokenizer bytes --device cpu "
 COMMAND += "--dtype float32 --eval-every 2 --save-every 2 --schedule constant"
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond `size` bytes."""
-    resource = pytest.importorskip("resource")  # missing on Windows
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +34,7 @@ def test_a_run_whose_disk_is_full(first, fits, runs, tmp_path, ends, same):
     run = shutil.copytree(runs / "2", tmp_path / "run")
     resume = ["--resume", "--out", str(run), "--steps=4"]
     earlier = {path: path.read_bytes() for path in (run / "checkpoints/step-000002").iterdir()}
-    with file_size_limit((runs / "4" / fits).stat().st_size + 2000):
+    with limit("RLIMIT_FSIZE", (runs / "4" / fits).stat().st_size + 2000):  # of any file
         code, error = ends(train.main, resume)
     pattern = rf"(?m)^error: {run}/{first}\S* cannot be written: .*; it needs [\d,]+ bytes, and [\d,]+ are free$"
     assert code == 1 and re.search(pattern, error), error

@@ -60,16 +60,13 @@ def train_and_send(arguments: list[str], pause: float, *numbers: int) -> None:
         train.main(arguments)
 
 
+# Two within a second are one: a terminal that closes sends several. A later one stops at once, without saving.
 SIGNALS = [("SIGINT", 0, 130), ("SIGTERM", 0, 143), ("SIGHUP", 0, 129), ("SIGUSR1", 0, 138), ("SIGHUP", 1.1, 143)]
 
 
 @pytest.mark.parametrize("number, pause, code", SIGNALS)
 def test_a_signal_while_training(number, pause, code, command, undisturbed, fork, same, tmp_path):
-    """The step is finished and saved, and the resumed run ends as if there had been no signal, its log included.
-
-    Two within a second are one: a terminal that closes sends several. A later one stops at once, without finishing the
-    step or saving. The last checkpoint is complete.
-    """
+    """The step is finished and saved, and the resumed run ends as if there had been no signal, its log included."""
     resume = ["--resume", "--out", str(tmp_path / "run")]
     child = fork(train_and_send, command, pause, getattr(signal, number), signal.SIGTERM)
     assert child.wait() == code

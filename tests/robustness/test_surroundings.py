@@ -1,4 +1,4 @@
-"""Odd surroundings: a reader that leaves, no home, no UTF-8, another folder, warnings as errors, no memory."""
+"""Odd surroundings of commands: no reader, home, UTF-8, packages or memory, another folder, warnings as errors."""
 
 import errno
 import json
@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import train
+from files import ROOT, warned
 from machine.process import PACKAGES, SETUP, out_of_memory
 from runtime.checkpoint import list_checkpoints, verify
 from runtime.huggingface.weights import stored_tensors
 from runtime.run_dir import read_rows
+from tests.robustness.conftest import before_step, limit
 
-ROOT = Path(__file__).parents[2]
 TINY = "--dim 16 --layers 1 --heads 1 --context 32 --batch-size 4 --tokenizer bytes --device cpu --dtype float32"
 COMMANDS = [name for name in ("train.py", "generate.py", "ablate.py", "bench.py") if (ROOT / name).exists()]
 PLACES = dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "PATH"), "/dev/null/missing")
@@ -31,10 +32,9 @@ def test_a_run_in_odd_surroundings(tmp_path):
     """Its folder, text and options are not ASCII, and the reader of its output leaves."""
     (tmp_path / "é.txt").write_text("grüße an alle, die das hier lesen\n" * 500, "utf-8")
     command = f"{TINY} --data é.txt --steps 4 --eval-every 2 --save-every 2 --out ü".split()
-    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ODD
     whole = [sys.executable, str(ROOT / "train.py"), *command]
-    process = subprocess.Popen(whole, cwd=tmp_path, env=environment, **streams)
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(whole, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"} | ODD, **streams)
     assert process.stdout
     process.stdout.close()
     assert process.wait(120) == 0 and not (tmp_path / "ü/.lock").read_bytes()
@@ -50,8 +50,8 @@ def test_the_printed_command_generates_elsewhere(tmp_path):
     command = [sys.executable, str(ROOT / "train.py"), *flags]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    printed = done.stdout.split("generate text: python ")[1]
-    generate = f"set -o pipefail; {sys.executable} {printed.strip()} --tokens 3 | head -c 1"
+    printed = done.stdout.split("generate text: python ")[1].strip()
+    generate = f"set -o pipefail; {sys.executable} {printed} --tokens 3 | head -c 1"
     left = subprocess.run(["bash", "-c", generate], cwd=tmp_path, capture_output=True)
     assert left.returncode == 0 and left.stdout and b"Traceback" not in left.stderr, left.stderr
 
@@ -79,17 +79,10 @@ def test_a_file_system_of_a_cluster(call, name, flags, ends, tmp_path, monkeypat
     assert (code, f": '{tmp_path}/" in error) == ((1, True) if name == "EIO" else (0, False))
 
 
-def test_a_training_step_without_memory(flags, ends, tmp_path, monkeypatch):
+def test_a_training_step_without_memory(flags, ends, tmp_path):
     """Exit code 3, and what to change. The checkpoint before it is intact."""
-    train_step = train.Trainer.train_step
-
-    def step_or_fail(trainer: train.Trainer) -> None:
-        if trainer.step == 4:
-            torch.empty(1 << 60)
-        train_step(trainer)
-
-    monkeypatch.setattr(train.Trainer, "train_step", step_or_fail)
-    code, error = ends(train.main, [*flags, "--steps=6", "--save-every=3"])
+    with before_step(5, lambda trainer: torch.empty(1 << 60)):
+        code, error = ends(train.main, [*flags, "--steps=6", "--save-every=3"])
     assert code == 3 and error.splitlines()[-1].startswith("error: out of memory; try a smaller --micro-batch-size")
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-000003"]
     verify(tmp_path / "run/checkpoints/step-000003")
@@ -105,10 +98,6 @@ def test_weights_that_do_not_fit_into_memory_are_named(tmp_path):
     os.truncate(path, 8 + len(header) + size)  # a sparse file
     (stored,) = stored_tensors(path).values()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + size // 4, hard))
-    try:
-        with pytest.raises(MemoryError, match=rf"^out of memory: {path} has x of the shape \(1073741824,\)$"):
-            stored.read()
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    error = rf"^out of memory: {path} has x of the shape \(1073741824,\)$"
+    with limit("RLIMIT_AS", used + size // 4), pytest.raises(MemoryError, match=error):
+        stored.read()
