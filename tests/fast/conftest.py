@@ -8,7 +8,7 @@ from fast.native import load
 
 reason = load(torch.float32)[1] or ""
 unsupported = reason.startswith("fast/ needs Linux") or reason == "gcc was not found"  # for another reason, tests fail
-collect_ignore = ["test_decode.py", "test_native.py"] if unsupported else []
+collect_ignore = ["test_decode.py"] if unsupported else []
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
