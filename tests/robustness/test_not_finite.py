@@ -15,6 +15,7 @@ from machine.process import NotFinite
 from model import Llama
 from runtime.checkpoint import list_checkpoints
 from runtime.run_dir import read_rows
+from tests.robustness.conftest import before_step
 
 EVERY = "--schedule constant --warmup 0 --save-every 4 --keep 9 --eval-every 100"
 
@@ -36,19 +37,11 @@ def spoil(trainer: train.Trainer, what: str, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("at, dtype", [(1, "float32"), (8, "float16")])
 def test_the_run_ends_and_saves_nothing_bad(what, at, dtype, flags, tmp_path, ends, monkeypatch):
     """It names the step. In float16 the scaler first reduces the loss scale until it is 1."""
-    train_step = train.Trainer.train_step
-
-    def spoiled(trainer: train.Trainer) -> None:
-        if trainer.step + 1 == spoilt:
-            spoil(trainer, what, monkeypatch)
-        train_step(trainer)
-
-    monkeypatch.setattr(train.Trainer, "train_step", spoiled)
-    spoilt = at
     if what == "running statistic":
         flags = [*flags, "--norm", "batchnorm"]  # its output in training does not depend on them
     steps = "60" if (what, dtype) == ("gradient", "float16") else "20"
-    code, error = ends(train.main, [*flags, *EVERY.split(), "--steps", steps, "--dtype", dtype])
+    with before_step(at, lambda trainer: spoil(trainer, what, monkeypatch)):
+        code, error = ends(train.main, [*flags, *EVERY.split(), "--steps", steps, "--dtype", dtype])
     if (what, dtype) == ("gradient", "float16"):
         at += 16  # the scale starts at 2**16
     due = at if what != "running statistic" else -(-at // 4) * 4  # noticed when the weights are checked
