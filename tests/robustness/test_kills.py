@@ -15,10 +15,7 @@ CHANGING = {"os.rename": 1, "os.mkdir": 0, "os.remove": 0, "os.rmdir": 0, "shuti
 
 
 def before_file_event(action: Callable[[str, Path], None]) -> None:
-    """Call `action(event, path)` before each change of this process to the disk.
-
-    These are "open" for writing, "fsync", and those in CHANGING. It cannot be undone, so it is for forked processes.
-    """
+    """Call `action(event, path)` before "open" for writing, "fsync" and CHANGING. For forks: it cannot be undone."""
     fsync = os.fsync
 
     def hook(event: str, arguments: tuple) -> None:
@@ -35,6 +32,18 @@ def before_file_event(action: Callable[[str, Path], None]) -> None:
     os.fsync = counted  # type: ignore[assignment]
 
 
+def train_until(what: str, name: str, k: int, number: int, arguments: list[str]) -> None:
+    """Train, and get a signal before this happens to a file of this name for the k-th time, from 0."""
+    seen = itertools.count()
+
+    def send(event: str, path: Path) -> None:
+        if (event, path.name) == (what, name) and next(seen) == k:
+            os.kill(os.getpid(), number)
+
+    before_file_event(send)
+    train.main(arguments)
+
+
 # What happens to which file; the k-th time, from 0.
 MOMENTS = {
     "before there is a run": ("os.rename", "run.json", 0),
@@ -49,32 +58,16 @@ MOMENTS = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_kills_before_changes_of_the_disk(moment, command, undisturbed, fork, same, tmp_path):
-    what, name, times = MOMENTS[moment]
-
-    def train_until() -> None:
-        seen = itertools.count()
-
-        def kill(event: str, path: Path) -> None:
-            if (event, path.name) == (what, name) and next(seen) == times:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        before_file_event(kill)
-        train.main(command)
-
     run = tmp_path / "run"
-    killed = fork(train_until)
-    assert killed.wait() == -signal.SIGKILL, killed.text
+    assert fork(train_until, *MOMENTS[moment], signal.SIGKILL, command).wait() == -signal.SIGKILL
     again = ["--resume", "--out", str(run)] if (run / "run.json").exists() else command
-    child = fork(train.main, again)
-    assert child.wait() == 0, child.text
+    assert fork(train.main, again).wait() == 0
     assert same(run, undisturbed) and not [*run.rglob("*.part"), *run.rglob(".step-*")]
 
 
 def test_order_of_flushes_and_renames(command, fork, tmp_path):
-    """What is renamed is on the disk before, and its new name before anything else is renamed or deleted.
-
-    A power failure may undo renames that were not flushed, and empty files that were not.
-    """
+    """What is renamed is on the disk before, and its new name before anything else is renamed or deleted."""
+    # A power failure may undo renames that were not flushed, and empty files that were not.
     trace, run = tmp_path / "trace.txt", tmp_path / "run"
 
     def traced() -> None:
@@ -82,8 +75,7 @@ def test_order_of_flushes_and_renames(command, fork, tmp_path):
         before_file_event(lambda event, path: print(event, path, file=lines) if path != trace else None)
         train.main([*command, "--keep", "1"])
 
-    child = fork(traced)
-    assert child.wait() == 0, child.text
+    assert fork(traced).wait() == 0
     events = [(event, Path(path)) for event, _, path in (line.partition(" ") for line in trace.read_text().split("\n"))]
     events = [(event, path) for event, path in events if path.is_relative_to(run)]
     saved = [path.name for path in (run / "checkpoints/step-000009").iterdir()]
@@ -103,17 +95,6 @@ def test_order_of_flushes_and_renames(command, fork, tmp_path):
     assert renamed == ["run.json", "metrics.jsonl", "samples.txt", *saves, "loss.png", "report.html"]
 
 
-def train_suspended(arguments: list[str]) -> None:
-    """Train, and wait for SIGCONT before trainer.json is written."""
-
-    def suspend(event: str, path: Path) -> None:
-        if path.name == "trainer.json" and event == "open":
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    before_file_event(suspend)
-    train.main(arguments)
-
-
 def suspended(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
@@ -121,7 +102,7 @@ def suspended(pid: int) -> bool:
 def test_two_runs_in_one_folder(command, undisturbed, fork, same, until, tmp_path):
     """Started together or resumed: one trains as if alone, the other exits with 4. After SIGKILL the folder is free."""
     run = tmp_path / "run"
-    pair = [fork(train_suspended, command) for _ in range(2)]
+    pair = [fork(train_until, "open", "trainer.json", 0, signal.SIGSTOP, command) for _ in range(2)]
     until(lambda: any(child.ended() for child in pair) and any(not c.ended() and suspended(c.pid) for c in pair))
     loser, winner = sorted(pair, key=lambda child: not child.ended())
     assert loser.exitcode == 4 and loser.text.endswith(f"error: {run} is in use by another process\n"), loser.text
