@@ -29,13 +29,11 @@ def parabola(vertex: float, curvature: float = FLAT, noise: float = 0.0, rates: 
 
 
 def test_the_optimum_is_the_vertex_and_its_regret_what_its_error_costs():
-    """For a noisy parabola, scipy fits the vertex itself: its variance times the curvature is the expected cost.
-
-    The regret is at least what the lowest point of a cubic would have saved, which is more if the losses are skewed.
-    """
+    """For a noisy parabola, scipy fits the vertex itself: its variance times the curvature is the expected cost."""
     found = find_optimum(parabola(0.0123))
     assert found.lr == 0.0123
     assert (found.loss, found.regret, found.noise) == pytest.approx((2, 0, 0), abs=1e-7)
+    # It is at least what the lowest point of a cubic would have saved, which is more if the losses are skewed.
     for skew in (0.0, 0.02):
         losses = parabola(0.008, noise=0.01)
         losses = {lr: [loss + skew * math.log(lr / 0.008) ** 3 for loss in losses[lr]] for lr in losses}
@@ -78,17 +76,14 @@ def test_seeds_are_added_until_the_regret_is_a_quarter_of_an_interval_or_if_the_
 
 
 def test_in_the_published_searches_only_gemma3_and_gemma4_with_adamw_are_unsure():
-    """A parabola over rates that are 42 times apart said 0.0731 for gemma4, and five seeds near it say 0.04.
-
-    The search goes on there only, with the rate in the widest gap, or with more seeds.
-    """
+    """A parabola over rates that are 42 times apart said 0.0731 for gemma4, and five seeds near it say 0.04."""
     searches: dict[tuple[str, str], Losses] = {}
     for file in sorted((ROOT / "results/study").glob("*/runs.csv")):
         arms = compare(name_arms(find_records([file.parent]))[0]).search
         searches |= {(file.parent.name, arm.name): losses_of(runs) for arm, runs in arms.items()}
     unsure = {arm: losses for arm, losses in searches.items() if find_optimum(losses).unsure}
     assert [*unsure] == [("recipes-adamw", "gemma3"), ("recipes-adamw", "gemma4")] and len(searches) == 76
-    losses = unsure["recipes-adamw", "gemma4"]
+    losses = unsure["recipes-adamw", "gemma4"]  # it goes on with more seeds, or with the rate in the widest gap
     found = find_optimum(losses)
     assert found == Optimum(0.0525, None, unsure=[0.0128, 0.0205, 0.0328, 0.0525, 0.084])
     assert next_runs(losses, 6) == (found.unsure, 6)
