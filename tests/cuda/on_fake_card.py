@@ -69,27 +69,20 @@ def test_a_training_step_does_not_wait(number, flags, make_run):
     assert not training_step(make_run(f"{flags} --dtype {DTYPES[number % 2]} {OPTIONS[number % len(OPTIONS)]}"))
 
 
-def test_launches_of_a_step(make_run):
+def test_launches_of_a_step_and_an_evaluation_that_waits_once(make_run):
     """Of Muon, and of AdamW for vectors."""
+    run = make_run("--dtype bfloat16 --dropout 0.2")
     with fake_card() as waits:
-        trainer = train.Trainer(make_run("--dtype bfloat16 --dropout 0.2"))
+        trainer = train.Trainer(run)
         ids = torch.zeros(4, 8, dtype=torch.int64, device=CARD)
         trainer.update(ids, ids, 0.1)  # the first step makes the optimizers' state
         waits.take()
         waits.launches = 0
         trainer.pending = [trainer.update(ids, ids, 0.1)] * 10
         assert waits.launches <= 600 and not waits.take()
-        trainer.read_pending()
-        assert waits.take() == [COPY_FROM]
-
-
-def test_an_evaluation_waits_once(make_run):
-    run = make_run("--dtype bfloat16")
-    with fake_card() as waits:
-        model = Llama(run.model_config).to(CARD)
-        waits.take()
-        train.evaluate(model, run)
-        assert waits.take() == [COPY_FROM]
+        for wait in (trainer.read_pending, lambda: train.evaluate(trainer.model, run)):
+            wait()
+            assert waits.take() == [COPY_FROM]
 
 
 @pytest.mark.parametrize("samples", [1, 3])
