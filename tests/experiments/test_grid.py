@@ -34,12 +34,11 @@ ARM, DYT = (Arm.of(norm=norm, placement="pre") for norm in ("rmsnorm", "dyt"))
 def resolve(tmp_path):
     """An ablation with more flags in one string, of ARM if they name no others. Nothing is trained."""
     (tmp_path / "text.txt").write_text("the cat sees a dog. " * 200)
-    common = f"{FLAGS} --data {tmp_path / 'text.txt'} --cache-dir {tmp_path / 'cache'}"
+    common = f"{FLAGS} --dtype float32 --context 16 --data {tmp_path / 'text.txt'} --cache-dir {tmp_path / 'cache'}"
 
     def resolve(flags: str = "", out: str = f"--out {tmp_path / 'out'}") -> Grid:
-        rest = "--dtype float32 --context 16"
         own = {"--norms": "rmsnorm", "--placements": "pre"} if "recipe" not in flags else {}
-        rest += "".join(f" {flag} {value}" for flag, value in own.items() if flag not in flags)
+        rest = " ".join(f"{flag} {value}" for flag, value in own.items() if flag not in flags)
         return resolve_ablation(*ablate.parse(f"{common} {out} {rest} {flags}".split()))
 
     return resolve
@@ -135,7 +134,7 @@ def test_a_size_has_heads_and_steps_for_its_width(text, capsys):
 def test_each_arm_has_the_rates_of_its_sizes(text, tmp_path):
     """--lrs are those of the first arm's. A folder that was begun at one rate for all keeps it."""
 
-    def rates(flags: str) -> list[list[float]]:
+    def rates(flags: str) -> list[Any]:
         files = f"--data {text} --cache-dir {tmp_path} --out {tmp_path / 'out'}"
         made = f"--layers 1 --context 16 --tokenizer bytes --device cpu {files} {flags}"
         return [[*rates] for rates in resolve_ablation(*ablate.parse(made.split())).lrs.values()]
