@@ -16,12 +16,9 @@ import ablate
 from files import lock_file
 from runtime.run_dir import LOCK
 from tests.robustness import conftest
-from tests.robustness.conftest import flags_in
 
-FLAGS = "--dim 16 --layers 2 --heads 2 --context 16 --batch-size 4 --tokenizer bytes --device cpu --dtype float32 --lr "
-FLAGS += "0.01 --steps 12 --watch 12 --norms rmsnorm layernorm:bias=false --placements pre --factor clip=0 --seeds 1 "
-FLAGS += "--jobs 2"
-SCRIPTS = ("runs.csv", "arms.csv", "report.json")
+FLAGS = "--dim 16 --layers 2 --heads 2 --context 16 --batch-size 4 --tokenizer bytes --device cpu --dtype float32 "
+FLAGS += "--lr 0.01 --steps 12 --watch 12 --norms rmsnorm layernorm:bias=false --placements pre --factor clip=0"
 fork, until = conftest.fork, conftest.until
 
 
@@ -29,7 +26,7 @@ fork, until = conftest.fork, conftest.until
 def arguments(tmp_path_factory, text) -> list[str]:
     """Of a comparison of two runs."""
     folder = tmp_path_factory.mktemp("ablation")
-    return f"{FLAGS} --data {text} --cache-dir {folder / 'cache'} --out {folder / 'out'}".split()
+    return f"{FLAGS} --seeds 1 --jobs 2 --data {text} --cache-dir {folder / 'cache'} --out {folder / 'out'}".split()
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +53,7 @@ def test_the_table_follows_from_runs_csv_which_follows_from_the_logs(folder, arg
     assert f"| rmsnorm | – | – | – | – | {base:.4f} (1) | 0.01 | 0 of 1 | 1.00 | – |" in table
     assert f"| layernorm:bias=false | {arm - base:+.4f} (1) | no verdict | – | – | {arm:.4f} (1) | 0.01 |" in table
     report = json.loads((folder / "report.json").read_text())
-    assert report["summary"] == table.splitlines()[0] and report["arms"][0]["val_bpb"] == base
-    (found,) = report["comparisons"]
-    assert (found["difference"], found["verdict"], found["baseline"]) == (arm - base, "no verdict", "rmsnorm")
+    assert report["arms"][0]["val_bpb"] == base and report["comparisons"][0]["difference"] == arm - base
     command = "python ablate.py " + " ".join(arguments)
     assert (folder / "command.txt").read_text() == command + "\n" and command in table and ", torch " in table
     for kind, start in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
@@ -71,7 +66,7 @@ def test_compare_makes_the_same_files_of_the_folder_and_of_its_runs_csv_alone(fo
     for source in (folder, tmp_path / "published"):
         ablate.main(["compare", str(source), "--out", str(tmp_path / "again")])
         assert f"see {tmp_path / 'again'}/report.html" in capsys.readouterr().out
-        for name in SCRIPTS:
+        for name in ("runs.csv", "arms.csv", "report.json"):
             assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), name
 
 
@@ -114,7 +109,7 @@ def processes_with(text: str) -> list[Path]:
 def test_an_ablation_that_ends_leaves_no_process(number, code, text, fork, until, tmp_path):
     """After a signal, its runs save and end before it does."""
     cells = f"{tmp_path}/run/cells/"
-    flags = [*flags_in(tmp_path, text), "--steps", "100000", "--eval-tokens", "64", "--seeds", "2", "--jobs", "2"]
+    flags = [*conftest.flags_in(tmp_path, text), "--steps=100000", "--eval-tokens=64", "--seeds=2", "--jobs=2"]
     child = fork(ablate.main, flags)
     until(lambda: len([*tmp_path.glob("run/cells/*/run.json")]) == 2)  # setpriv has done its work
     child.send(number)

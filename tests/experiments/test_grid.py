@@ -134,7 +134,7 @@ def test_a_size_has_heads_and_steps_for_its_width(text, capsys):
 def test_each_arm_has_the_rates_of_its_sizes(text, tmp_path):
     """--lrs are those of the first arm's. A folder that was begun at one rate for all keeps it."""
 
-    def rates(flags: str) -> list[Any]:
+    def rates(flags: str) -> list[list[float]]:
         files = f"--data {text} --cache-dir {tmp_path} --out {tmp_path / 'out'}"
         made = f"--layers 1 --context 16 --tokenizer bytes --device cpu {files} {flags}"
         return [[*rates] for rates in resolve_ablation(*ablate.parse(made.split())).lrs.values()]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train
-from files import ROOT, warned
+from files import ROOT
 from machine.process import PACKAGES, SETUP, out_of_memory
 from runtime.checkpoint import list_checkpoints, verify
 from runtime.huggingface.weights import stored_tensors
