@@ -42,7 +42,7 @@ def test_a_compiled_stream_has_the_addresses_of_one_that_is_gone(monkeypatch):
     count_graphs(monkeypatch)
     decoder = CompiledDecoder(model)
     streams = [stream_ids(model, prompt, GREEDY, decoder=decoder) for prompt in prompts]
-    with deterministic(True):
+    with deterministic(True):  # memory that nobody has written is NaN
         assert plain == [list(ids) for ids in zip(*zip(*streams, strict=True), strict=True)]
     (unused,) = decoder.unused.values()
     before = {layer.keys.data_ptr() for (layer,) in unused}
