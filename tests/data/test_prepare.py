@@ -111,10 +111,7 @@ def test_a_damaged_folder_is_rebuilt(source, capsys):
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
 def test_a_stopped_preparation_is_continued(tmp_path, monkeypatch, kind, capsys):
-    """Wherever it was stopped: between documents, in the windows of a long one, or while a record was written.
-
-    What is damaged meanwhile is made again.
-    """
+    """Wherever it was stopped: between documents, in the windows of a long one, or while a record was written."""
     sizes = {"BATCH_CHARS": 1 << 14, "WHOLE": 60_000, "WINDOW": 1 << 13, "OVERLAP": 1 << 9, "SAVE_EVERY": 1}
     for name, size in sizes.items():
         monkeypatch.setattr(preparing, name, size)
@@ -146,7 +143,7 @@ def test_a_stopped_preparation_is_continued(tmp_path, monkeypatch, kind, capsys)
     assert prepare_in(tmp_path / "stopped") == whole
     assert done == [*range(1, len(done) + 1)]
     assert capsys.readouterr().err.count("training a tokenizer") == 2 * (kind == "sentencepiece")
-    done.clear()
+    done.clear()  # and what is damaged meanwhile is made again
     part = tmp_path / "damaged" / part.name
     for damage in (
         lambda: edit(part / preparing.PROGRESS, '"done": 1', '"done": 2'),

@@ -175,10 +175,7 @@ def test_documents_begin_as_prompts_do_in_transformers_and_a_held_out_tail_does_
 @pytest.mark.parametrize("name", ["byte-level", "llama", "sentencepiece"])
 @pytest.mark.parametrize("window", [4000, 60])
 def test_a_document_in_windows_has_the_ids_of_the_whole(directories, tmp_path, monkeypatch, name, window):
-    """No space is put in front of a window, no merge is lost between two, and no character is cut. It begins as one.
-
-    Only the overlap of two windows is searched for where they meet, or long texts take many times as long.
-    """
+    """No space is put in front of a window, no merge is lost between two, and no character is cut. It begins as one."""
     assert (preparing.WHOLE, preparing.WINDOW > 10 * preparing.OVERLAP) == (1 << 24, True)
     for constant, size in {"WHOLE": 1000, "WINDOW": window, "OVERLAP": window // 3}.items():
         monkeypatch.setattr(preparing, constant, size)
@@ -195,7 +192,8 @@ def test_a_document_in_windows_has_the_ids_of_the_whole(directories, tmp_path, m
             assert ids == [1, *ours.encode(text), ours.end_of_document], text[:9]
         else:  # too short for the same tokens
             assert ids[0] == 1 and (ours.decode(ids[1:]) == text or name == "llama")
-    assert max(len(starts) for call in search.call_args_list for starts in call.args) <= 4 * (window // 3)  # bytes
+    # Only the overlap of two windows, in bytes, is searched for where they meet, or long texts take many times as long.
+    assert max(len(starts) for call in search.call_args_list for starts in call.args) <= 4 * (window // 3)
 
 
 DOCUMENTS = ["Plain Text 12", "a  b", " Ünï e\u0301 \ufb01", "x <tag> y", "語😀\n\n", "ends ", "a-b", "plain"]
