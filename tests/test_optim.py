@@ -1,6 +1,7 @@
 """Muon against its formula, and the optimizer and weight decay of each parameter."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,14 +11,11 @@ from config import TrainConfig
 from model import Llama
 from optim import Muon, make_optimizers
 
-STEPS = 4
-
 
 def take_random_steps(optimizer, weights):
-    """Take STEPS steps on random gradients and return the gradients: one list per step."""
-    generator = torch.Generator().manual_seed(0)
-    history = []
-    for _ in range(STEPS):
+    """Take four steps on random gradients and return the gradients: one list per step."""
+    generator, history = torch.Generator().manual_seed(0), []
+    for _ in range(4):
         for weight in weights:
             weight.grad = torch.randn(weight.shape, generator=generator)
         history.append([weight.grad.clone() for weight in weights])
@@ -62,16 +60,12 @@ def test_muon_matches_the_svd_formula(lr, dtype, tolerance, monkeypatch):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_muon_multiplies_in_bfloat16_only_in_such_a_run(dtype, monkeypatch):
     """In float16 small singular values would be lost, so such a run has them in float32."""
-    seen, product, model = set(), torch.baddbmm, Llama(dim=8, layers=1)
-
-    def record(x, *others, **factors):
-        seen.add(x.dtype)
-        return product(x, *others, **factors)
-
-    monkeypatch.setattr(torch, "baddbmm", record)
+    product, model = Mock(wraps=torch.baddbmm), Llama(dim=8, layers=1)
+    monkeypatch.setattr(torch, "baddbmm", product)
     muon, _ = make_optimizers(model, TrainConfig(dtype=dtype))
     take_random_steps(muon, list(model.parameters()))
-    assert seen == {torch.bfloat16 if dtype == "bfloat16" else torch.float32}
+    expected = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    assert {call.args[0].dtype for call in product.call_args_list} == {expected}
 
 
 def settings_of(model: Llama, **options: Any) -> dict[str, dict[str, Any]]:
@@ -104,24 +98,22 @@ DECAYED: dict[tuple[str, str], list[str]] = {
     ("sandwich", "output"): ["0.attention_residual.norm_out", "0.mlp_residual.norm_out"],
     ("residual", "output"): AROUND,
     ("residual", "input"): ["final_norm.norm"],
+    ("attnres", "input"): [*AROUND, "final_norm.norm"],
 }
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer, embedding", [("muon", 2.0), ("adamw", 1.0)])
 @pytest.mark.parametrize("asked", DECAYED, ids="-".join)
-def test_decayed_gains(asked, optimizer):
-    """Biases never are, whatever the norm. norms/test_placement.py has the output norms of every placement."""
-    model = Llama(dim=8, layers=1, placement=asked[0], norm="layernorm", qk_norm="head")
-    found = settings_of(model, optimizer=optimizer, decay_gains=asked[1], weight_decay=0.3)
+def test_decayed_gains_and_the_rate_of_vectors_and_scalars(asked, optimizer, embedding):
+    """Biases never are, whatever the norm. norms/test_placement.py has the output norms of every placement.
+
+    The rate is of what norms and placements have, scales and queries, decayed or not. Matrices keep theirs.
+    """
+    model = Llama(dim=8, layers=1, placement=asked[0], norm="layernorm", qk_norm="head", scaled_embedding=True)
+    found = settings_of(model, optimizer=optimizer, decay_gains=asked[1], weight_decay=0.3, vector_lr=0.25)
     rates = {name.replace("self_attn.", "").removeprefix("layers."): found[name]["weight_decay"] for name in found}
     decayed = {name: rate for name, rate in rates.items() if rate and "_proj" not in name}
     assert decayed == {f"{name}.weight": 0.3 for name in DECAYED[asked]}
-
-
-@pytest.mark.parametrize("optimizer, embedding", [("muon", 2.0), ("adamw", 1.0)])
-def test_vectors_and_scalars_have_a_rate_of_their_own(optimizer, embedding):
-    """Those of norms, also with weight decay, and of placements: scales, queries. Matrices keep theirs."""
-    model = Llama(dim=8, layers=1, placement="attnres", qk_norm="head", scaled_embedding=True)
-    for name, group in settings_of(model, optimizer=optimizer, vector_lr=0.25, decay_gains="input").items():
+    for name, group in found.items():
         vector, is_embedding = model.get_parameter(name).ndim < 2, name == "embed_tokens.weight"
         assert group["lr_ratio"] == (0.25 * embedding if vector else embedding if is_embedding else 1.0), name
