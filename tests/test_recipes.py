@@ -62,8 +62,7 @@ THEIRS: dict[str, dict[str, Any]] = {  # what their configurations have besides 
     | {"query_pre_attn_scalar": 8, "rope_parameters": {"full_attention": ROPE}},
     "laguna": {"mlp_layer_types": ["dense"] * 2, "num_attention_heads_per_layer": [4, 4], "gating": True}
     | {"rope_parameters": {"full_attention": ROPE}},
-    "afmoe": {"layer_types": ["sliding_attention"] * 2, "num_dense_layers": 2}
-    | {"mup_enabled": False},
+    "afmoe": {"layer_types": ["sliding_attention"] * 2, "num_dense_layers": 2, "mup_enabled": False},
     "muse_glimmer": {"model_type": "muse_glimmer_text", "layer_rope_theta": [1e4, 1e4], "post_norm_eps": 1e-6}
     | {"qk_scale_factor": 1.0},
     "llama4": {"model_type": "llama4_text", "moe_layers": [], "intermediate_size_mlp": 48, "no_rope_layers": [1, 1]}
@@ -82,25 +81,19 @@ THEIRS: dict[str, dict[str, Any]] = {  # what their configurations have besides 
     | {"qk_nope_head_dim": 8, "v_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 2, "n_routed_experts": 2}
     | {"num_experts_per_tok": 1, "moe_intermediate_size": 48, "index_head_dim": 8, "index_n_heads": 2, "hc_mult": 4},
     "inkling2": {"model_type": "inkling2_text", "num_hidden_layers": 4, "layer_types": ["hybrid_sliding"] * 4}
-    | {"n_layers_per_attn_res_block": 2, "unpadded_vocab_size": 64, "swa_num_attention_heads": 4}
-    | {"swa_num_key_value_heads": 2, "swa_head_dim": 8}
-    | {"sliding_window_size": 64, "d_rel": 4, "rel_extent": 16, "moe_intermediate_size": 48, "n_routed_experts": 2}
-    | {"num_experts_per_tok": 1, "final_logit_softcapping": 3.0},
+    | {"n_layers_per_attn_res_block": 2, "unpadded_vocab_size": 64, "swa_num_attention_heads": 4, "swa_head_dim": 8}
+    | {"swa_num_key_value_heads": 2, "sliding_window_size": 64, "d_rel": 4, "rel_extent": 16, "n_routed_experts": 2}
+    | {"num_experts_per_tok": 1, "moe_intermediate_size": 48, "final_logit_softcapping": 3.0},
 }  # fmt: skip
 OURS: dict[str, dict[str, Any]] = {  # what our models have besides SIZES: caps that matter at these sizes
-    "gemma4": {"norm_args": {"eps": 1e-3}},
-    "nanochat": {"norm_args": {"eps": 1e-3}},
-    "bitnet": {"norm_args": {"eps": 1e-3}},
+    **{name: {"norm_args": {"eps": 1e-3}} for name in ("gemma4", "nanochat", "bitnet")},
     "granite": {"embedding_scale": 3.0},
     "minimax": {"placement_args": {"alpha": 1.5, "beta": 0.7}},
     "inkling2": {"layers": 4, "placement_args": {"layers": 2}},
 }
 SMALL_CAPS = {"attention_cap": 5.0, "logit_cap": 3.0}
-WITHOUT_HEAD = {  # ours adds the head
-    "step3p7": "Step3p7TextModel",
-    "muse_glimmer": "MuseGlimmerTextModel",
-    "glm5_next": "Glm5NextTextModel",
-}
+# Ours adds the head.
+WITHOUT_HEAD = {"step3p7": "Step3p7TextModel", "muse_glimmer": "MuseGlimmerTextModel", "glm5_next": "Glm5NextTextModel"}
 # Their attention and MLP are not ours, so Llama's take their places inside their own layers.
 LLAMAS_SUBLAYERS = ("deepseek_v4", "glm5_next", "inkling2")
 HYPER = {"input_layernorm": "attention_residual.norm", "post_attention_layernorm": "mlp_residual.norm"}
@@ -110,19 +103,16 @@ MIXTURE = {"input_layernorm": "attention_residual.norm", "attention_input": "att
 MIXTURE |= {"post_attention_layernorm": "mlp_residual.norm", "mlp_input": "mlp_residual"}
 MIXTURE |= {"final_input": "norm", "norm": "norm.norm", "embed_norm": "norm"}
 RENAMED: dict[str, dict[str, str]] = {
-    "cohere": {"input_layernorm": "attention_residual.norm"},
-    "cohere2": {"input_layernorm": "attention_residual.norm"},
+    **{name: {"input_layernorm": "attention_residual.norm"} for name in ("cohere", "cohere2")},
     "minimax": {"input_layernorm": "attention_residual.norm", "post_attention_layernorm": "mlp_residual.norm"},
-    "deepseek_v4": HYPER,
-    "glm5_next": HYPER,
+    **dict.fromkeys(("deepseek_v4", "glm5_next"), HYPER),
     "inkling2": MIXTURE,
     "glm4": {"post_self_attn_layernorm": "post_attention_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"}
     | {"post_attention_layernorm": "pre_feedforward_layernorm"},
     "vaultgemma": {"pre_feedforward_layernorm": "post_attention_layernorm"},
     "afmoe": {"pre_mlp_layernorm": "pre_feedforward_layernorm", "post_mlp_layernorm": "post_feedforward_layernorm"},
     "hunyuan_v1_dense": {"query_layernorm": "q_norm", "key_layernorm": "k_norm"},
-    "laguna": {"g_proj": "gate_proj"},
-    "step3p7": {"g_proj": "gate_proj"},
+    **{name: {"g_proj": "gate_proj"} for name in ("laguna", "step3p7")},
     "starcoder2": {"c_fc": "up_proj", "c_proj": "down_proj"},
     "nanochat": {"fc1": "up_proj", "fc2": "down_proj"},
     "bitnet": {"attn_sub_norm": "inner_norm", "ffn_sub_norm": "inner_norm"},
@@ -254,9 +244,8 @@ def test_a_recipe_is_the_released_code(name):
 
 def test_caps_and_blocks_are_as_large_as_in_released_models():
     """The models above have smaller ones."""
-    fields = {"attention_cap": "attn_logit_softcapping", "logit_cap": "final_logit_softcapping"}
     for name, row in RECIPES.items():
         config = transformers.AutoConfig.for_model(THEIRS.get(name, {}).get("model_type", name))
-        for option, field in fields.items():
+        for option, field in zip(SMALL_CAPS, CAPS, strict=True):
             assert row.get(option) == getattr(config, field, None), name
         assert row.get("placement_args", {}).get("layers") == getattr(config, "n_layers_per_attn_res_block", None), name
