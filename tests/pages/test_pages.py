@@ -1,7 +1,6 @@
 """The page and the loss curve of a run."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,27 +28,19 @@ def test_loss_is_drawn_in_nats_and_gzip_where_its_bits_per_byte_are():
     assert plot_loss([ROWS[0], {"step": 15, "not_finite": True}], gzip_bpb=2.0).axes  # without an evaluation
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny run on a text with characters that HTML must escape."""
-    folder = tmp_path_factory.mktemp("report")
-    (folder / "a b.txt").write_text("the <cat> sees &amp; a bird.\n" * 300)
+def test_the_page_of_a_run_loads_nothing_and_says_what_was_run_and_what_came_out(tmp_path):
+    """Of a text with characters that HTML must escape."""
+    (tmp_path / "a b.txt").write_text("the <cat> sees &amp; a bird.\n" * 300)
     sizes = "--dim 16 --layers 1 --heads 2 --context 16 --tokenizer bytes --device cpu --dtype float32 --steps 2"
-    places = ["--data", str(folder / "a b.txt"), "--cache-dir", str(folder / "cache"), "--out", str(folder / "run")]
+    run = tmp_path / "run"
+    places = ["--data", str(tmp_path / "a b.txt"), "--cache-dir", str(tmp_path / "cache"), "--out", str(run)]
     train.main([*sizes.split(), *places, "--watch=1"])
-    return folder / "run"
-
-
-def test_the_page_of_a_run_loads_nothing_from_elsewhere(run):
     html = (run / "report.html").read_text("utf-8")
     tags = re.findall(r"<(\w+)", html)
     assert tags.count("h1") == 1 and not {"script", "link", "iframe", "object"} & set(tags)
     assert html.count("<img") == html.count('src="data:') == html.count("alt=") >= 1
     assert re.search("<h2>Inside the model</h2>\n<figure><img ", html)
     assert not re.search(r"url\(|@import|@font-face| on\w+=", html)
-
-
-def test_the_page_of_a_run_says_what_was_run_and_what_came_out(run, tmp_path):
     described = read_run_file(run / "run.json") | {"device": "a <fast> card", "command": ["train.py", "--data", "b c"]}
     write_run_file(tmp_path / "run.json", described)
     log = Log(tmp_path, 0, lambda row: None)
