@@ -15,8 +15,6 @@ from machine.device import pick_device, pick_dtype, unused_gpu
 from runtime import run
 from runtime.flags import read_train
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
@@ -173,5 +171,5 @@ def test_auto_takes_bfloat16_on_a_cpu_only_where_it_is_much_faster(capability, w
         (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {words.replace(' ', chr(10) + 'flags: ', 1)}\n")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(machine_device, "Path", lambda path: tmp_path / Path(path).name)
-    assert pick_dtype("auto", CPU) is getattr(torch, chosen)
-    assert pick_dtype("bfloat16", CPU) is torch.bfloat16 and pick_dtype("float32", CPU) is torch.float32
+    for asked, expected in (("auto", chosen), ("bfloat16", "bfloat16"), ("float32", "float32")):
+        assert pick_dtype(asked, torch.device("cpu")) is getattr(torch, expected)
