@@ -30,7 +30,6 @@ from runtime.huggingface.architectures import SIZES as SIZES_OF_THEIRS
 SIZES: dict[str, Any] = dict(dim=16, layers=2, heads=2, hidden_dim=24, context=16, vocab_size=257)
 LLAMA = ModelConfig(**SIZES, tie_embeddings=False)
 QWEN3 = ModelConfig(**SIZES, qk_norm="head")
-MOST = 2**31 - 1
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
@@ -114,23 +113,21 @@ def test_directories_that_are_refused(case, tmp_path, refused):
     assert re.search(message, error) and len(error) < 2000, error
 
 
-@pytest.mark.parametrize(
-    "kind, fields",
-    [
-        ("llama", {"num_hidden_layers": MOST}), ("llama", {"max_position_embeddings": MOST}),
-        ("llama", {"vocab_size": MOST}), ("ours", {"layers": 9999}), ("ours", {"context": 10**8}),
-    ],
-)  # fmt: skip
-def test_huge_sizes_are_refused_before_the_model_is_allocated(kind, fields, tmp_path, monkeypatch):
-    if kind == "llama":
-        change_config(write(tmp_path / "theirs"), **fields)
+HUGE = {name: 2**31 - 1 for name in ("num_hidden_layers", "max_position_embeddings", "vocab_size")}
+HUGE |= {"layers": 9999, "context": 10**8}
+
+
+@pytest.mark.parametrize("name, size", HUGE.items())
+def test_huge_sizes_are_refused_before_the_model_is_allocated(name, size, tmp_path, monkeypatch):
+    if name in ("layers", "context"):  # under our key
+        save_pretrained(tmp_path, Llama(**SIZES, placement="post"), ByteTokenizer())
+        own = json.loads((tmp_path / "config.json").read_text())["normal_llama"]
+        change_config(tmp_path, normal_llama=own | {"model": own["model"] | {name: size}})
     else:
-        save_pretrained(tmp_path / "theirs", Llama(**SIZES, placement="post"), ByteTokenizer())
-        own = json.loads((tmp_path / "theirs/config.json").read_text())["normal_llama"]
-        change_config(tmp_path / "theirs", normal_llama=own | {"model": own["model"] | fields})
+        change_config(write(tmp_path), **{name: size})
     monkeypatch.setattr(Llama, "load_state_dict", lambda *args, **options: pytest.fail("allocated"))
-    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "theirs"))):
-        load_pretrained(tmp_path / "theirs")
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+        load_pretrained(tmp_path)
 
 
 def test_a_directory_in_shards_with_what_others_leave_in_it(tmp_path):
