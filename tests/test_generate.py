@@ -26,7 +26,6 @@ from tests.random_values import randomize
 CONFIG = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=40, context=48, vocab_size=257)
 END = ByteTokenizer.end_of_document
 GREEDY = Sampling(tokens=12, temperature=0)
-CPU_FLOAT32 = ["--device", "cpu", "--dtype", "float32"]
 
 
 def random_weights_model(config: ModelConfig = CONFIG) -> Llama:
@@ -96,8 +95,7 @@ def stream(model: Llama, prompt: list[int], sampling: Sampling, samples: int = 1
 
 
 def test_greedy_sampling_matches_uncached_forward(model):
-    prompt = list(b"def ")
-    expected = list(prompt)
+    prompt, expected = list(b"def "), list(b"def ")
     with torch.no_grad():
         for _ in range(GREEDY.tokens):
             expected.append(int(model(torch.tensor([expected]))[0, -1].argmax()))
@@ -145,14 +143,12 @@ def test_samples_stop_at_end_of_document():
 def test_generate_appends_the_sampled_ids(model):
     """(T) in, (T + new) out. A batch has one sample per row, with the random numbers of that row."""
     options: dict[str, Any] = dict(tokens=12, temperature=1.0, seed=3)
-    sampling = Sampling(**options)
     rows = [[7, 8, 9], [7, 8, 9], [1, 2, 3]]
-    sampled = list(zip(*stream_ids(model, torch.tensor(rows), sampling), strict=True))
+    sampled = list(zip(*stream_ids(model, torch.tensor(rows), Sampling(**options)), strict=True))
     expected = torch.cat((torch.tensor(rows), torch.tensor(sampled)), 1)
     assert len({tuple(row) for row in sampled}) == 3
     assert torch.equal(generate(model, rows, **options), expected)
-    prompts: list[Any] = [rows[0], np.array(rows[0], np.uint16)]
-    for ids in prompts:
+    for ids in (rows[0], np.array(rows[0], np.uint16)):
         new = generate(model, ids, **options)
         assert new.dtype == torch.int64 and torch.equal(new, expected[0])
     assert len(generate(model, [7])) == CONFIG.context  # as many as fit
@@ -160,18 +156,12 @@ def test_generate_appends_the_sampled_ids(model):
     assert command.generate is generate
 
 
-def test_memory_is_for_the_tokens_that_are_generated(model, monkeypatch):
-    kept: list[LayerCache] = []
-    new_cache = Llama.new_cache
+def test_generation_restores_the_mode_and_records_no_gradients(monkeypatch):
+    """Also when it fails. The cache is for the tokens that are generated."""
+    model, recorded, kept, new_cache = random_weights_model().train(), set(), list[LayerCache](), Llama.new_cache
     monkeypatch.setattr(Llama, "new_cache", lambda *arguments: kept.__iadd__(new_cache(*arguments)))
-    assert len(generate(model, [7, 8], tokens=3)) == 5 and {cache.keys.shape[2] for cache in kept} == {5}
-
-
-def test_generation_restores_the_mode_and_records_no_gradients():
-    """Also when it fails."""
-    model, recorded = random_weights_model().train(), set()
     model.final_norm.register_forward_hook(lambda norm, _, output: recorded.add((norm.training, output.requires_grad)))
-    generate(model, [7], tokens=3)
+    assert len(generate(model, [7, 8], tokens=3)) == 5 and {cache.keys.shape[2] for cache in kept} == {5}
     assert model.training and recorded == {(False, False)}
     with pytest.raises(ValueError, match="--tokens 99"):
         generate(model, [7], tokens=99)
@@ -192,16 +182,6 @@ def test_generate_says_what_is_wrong(model, ids, message):
         generate(model, ids)
 
 
-def add_in_pieces(raw: bytes, cuts: list[int], stop: list[str]) -> str:
-    text, shown = TextStream(stop), ""
-    edges = [0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]
-    for start, end in itertools.pairwise(edges):
-        shown += text.add(raw[start:end])
-        if text.ended:
-            return shown
-    return shown + text.end()
-
-
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.text(alphabet="abé€😀\n", max_size=12),
@@ -211,7 +191,11 @@ def add_in_pieces(raw: bytes, cuts: list[int], stop: list[str]) -> str:
 def test_text_does_not_depend_on_how_bytes_are_split(text, cuts, stop):
     """It is what comes before the stop string that ends first, of these the longest."""
     found = [(text.index(each) + len(each), text.index(each)) for each in stop if each in text]
-    assert add_in_pieces(text.encode(), cuts, stop) == text[: min(found)[1] if found else None]
+    raw, stream, shown = text.encode(), TextStream(stop), ""
+    for start, end in itertools.pairwise([0, *sorted(cut for cut in cuts if cut < len(raw)), len(raw)]):
+        shown += "" if stream.ended else stream.add(raw[start:end])
+    shown += "" if stream.ended else stream.end()
+    assert shown == text[: min(found)[1] if found else None]
 
 
 def test_incomplete_characters_and_possible_stop_strings_are_held_back():
@@ -232,8 +216,7 @@ def test_streamed_text_matches_decoded_text():
     """Up to a stop string. What was held back, since it could begin one, is shown at the end."""
     tokenizer = train_tokenizer(["déf f(x):\n\treturn x 😀 é\n" * 30], 290)
     model = random_weights_model(dataclasses.replace(CONFIG, vocab_size=tokenizer.vocab_size))
-    sampling = Sampling(tokens=40, temperature=1.5, seed=1)
-    prompt = tokenizer.encode("déf ")
+    sampling, prompt = Sampling(tokens=40, temperature=1.5, seed=1), tokenizer.encode("déf ")
     ids = [token for (token,) in stream_ids(model, torch.tensor([prompt]), sampling, tokenizer.end_of_document)]
     streamed = join_pieces(stream_text(model, tokenizer, prompt, sampling))
     assert len(streamed) > 5 and tokenizer.decode(ids).removeprefix(streamed) in ("", "\ufffd")
@@ -276,9 +259,8 @@ def test_newest_run_with_several_samples_and_prompt_from_stdin(run, model, capsy
     (run.parent.parent / "runs").symlink_to(run.parent)
     (run / "run.json").touch()
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("é = ".encode()), encoding="latin-1"))
-    flags = ["--tokens", "9", "--samples", "3", "--seed", "4", "--temperature", "1", *CPU_FLOAT32]
-    flags += [f"--stop={letter}" for letter in string.ascii_letters]
-    command.main(["--prompt", "-", *flags])
+    flags = "--prompt - --tokens 9 --samples 3 --seed 4 --temperature 1 --device cpu --dtype float32"
+    command.main([*flags.split(), *(f"--stop={letter}" for letter in string.ascii_letters)])
     texts, count = ["", "", ""], 0
     prompt, sampling = list("é = ".encode()), Sampling(9, 1.0, seed=4)
     for pieces in stream_text(model, ByteTokenizer(), prompt, sampling, 3, string.ascii_letters):
@@ -298,5 +280,4 @@ def test_invalid_prompts_and_compiling_without_a_compiler_are_refused(run, refus
     assert "'utf-8' codec can't decode byte 0xff in position 2" in refused(command.main, [*common, "--prompt", "-"])
     assert "--stop must not be empty" in refused(command.main, [*common, "--stop", "a", "--stop", ""])
     monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "a compiler")
-    line = refused(command.main, [*common, "--compile"])
-    assert line == "error: --compile needs a compiler; or use --no-compile\n"
+    assert refused(command.main, [*common, "--compile"]) == "error: --compile needs a compiler; or use --no-compile\n"
