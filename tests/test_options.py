@@ -96,10 +96,7 @@ def test_generation_with_a_cache_is_that_without(option):
     assert len(rows) == 6 and all(math.isfinite(row["max_logit"]) for row in rows if row["site"] == "attention")
 
 
-STREAMS = [option for option in OPTIONS if "placement" in option]
-
-
-@pytest.mark.parametrize("option", [{}, *STREAMS, {"placement": "ngpt"}], ids=str)
+@pytest.mark.parametrize("option", [{}, *(x for x in OPTIONS if "placement" in x), {"placement": "ngpt"}], ids=str)
 def test_the_stream_and_its_maps_are_in_fp32_also_in_mixed_precision(option):
     """And when matrices are stored in bf16 for generation. A model that is bf16 throughout runs as well."""
     model: Any = Llama(dataclasses.replace(SMALL, **option)).eval()
