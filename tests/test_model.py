@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from config import ModelConfig
 from machine.device import deterministic
@@ -80,22 +80,20 @@ def test_which_attention_is_called(monkeypatch):
 
     Only several tokens after cached ones have a mask.
     """
-    calls, attention = list[tuple](), torch.nn.functional.scaled_dot_product_attention
-
-    def record(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool) -> Tensor:
-        calls.append((q.shape[2], *k.shape[1:3], attn_mask is not None, is_causal))
-        assert dropout_p == (0.25 if model.training else 0)
-        return attention(q, k, v, attn_mask, dropout_p, is_causal)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    attention = Mock(wraps=nn.functional.scaled_dot_product_attention)
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", attention)
     model = randomize(Llama(dataclasses.replace(SMALL, layers=1, dropout=0.25)), matrices=1.5)
     cache = model.new_cache()
     model.train()(TOKENS)
     model.eval()
     for part in TOKENS.split([5, 2, 1], dim=1):
         model(part, cache)
-    whole = (8, SMALL.heads, 8, False, True)
-    assert calls == [whole, (5, 4, 5, False, True), (2, 4, 7, True, False), (2, 2, 8, False, False)]
+    calls = [
+        (q.shape[2], *k.shape[1:3], options["attn_mask"] is not None, options["is_causal"], options["dropout_p"])
+        for (q, k, _), options in attention.call_args_list
+    ]
+    whole = (8, 4, 8, False, True, 0.25)
+    assert calls == [whole, (5, 4, 5, False, True, 0), (2, 4, 7, True, False, 0), (2, 2, 8, False, False, 0)]
 
 
 def test_precompute_freqs_cis():
