@@ -68,52 +68,40 @@ def test_muon_multiplies_in_bfloat16_only_in_such_a_run(dtype, monkeypatch):
     assert {call.args[0].dtype for call in product.call_args_list} == {expected}
 
 
-def settings_of(model: Llama, **options: Any) -> dict[str, dict[str, Any]]:
-    """The settings of each parameter, which is in one group of one optimizer, and the kind of that."""
-    names, found = {id(weight): name for name, weight in model.named_parameters()}, list[tuple[str, dict]]()
-    for optimizer in make_optimizers(model, TrainConfig(**options)):
-        for group in optimizer.param_groups:
-            found += [(names[id(weight)], group | {"kind": type(optimizer)}) for weight in group["params"]]
-    assert len(found) == len(names)
-    return dict(found)
-
-
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_optimizer_and_settings_of_each_parameter(optimizer):
-    options: dict[str, Any] = dict(norm="layernorm", tie_embeddings=False, attention_gate="element")
-    model = Llama(dim=16, layers=2, heads=2, vocab_size=11, **options)
-    for name, group in settings_of(model, optimizer=optimizer, weight_decay=0.3, lr=0.05, momentum=0.3).items():
-        matrix = "_proj" in name
-        assert group["lr"] == 0.05 * group["lr_ratio"] and group.get("momentum", 0.3) == 0.3
-        assert group["weight_decay"] == (0.3 if matrix else 0.0), name
-        assert group["kind"] is (Muon if optimizer == "muon" and matrix else AdamW), name
-
-
-AROUND = ["0.attention_residual.norm", "0.mlp_residual.norm"]
-DECAYED: dict[tuple[str, str], list[str]] = {
+AROUND = ["attention_residual.norm", "mlp_residual.norm"]
+DECAYED: dict[tuple[str, str], list[str]] = {  # norms of each block, and the last one
     ("pre", "none"): [],
     ("pre", "input"): [*AROUND, "final_norm"],
-    ("pre", "all"): [*AROUND, "final_norm", "0.q_norm", "0.k_norm"],
+    ("pre", "all"): [*AROUND, "final_norm", "self_attn.q_norm", "self_attn.k_norm"],
     ("post", "input"): [],
-    ("sandwich", "output"): ["0.attention_residual.norm_out", "0.mlp_residual.norm_out"],
+    ("sandwich", "output"): ["attention_residual.norm_out", "mlp_residual.norm_out"],
     ("residual", "output"): AROUND,
     ("residual", "input"): ["final_norm.norm"],
     ("attnres", "input"): [*AROUND, "final_norm.norm"],
 }
 
 
-@pytest.mark.parametrize("optimizer, embedding", [("muon", 2.0), ("adamw", 1.0)])
+@pytest.mark.parametrize("optimizer, ratio_of_others", [("muon", 2.0), ("adamw", 1.0)])
 @pytest.mark.parametrize("asked", DECAYED, ids="-".join)
-def test_decayed_gains_and_the_rate_of_vectors_and_scalars(asked, optimizer, embedding):
-    """Biases never are, whatever the norm. norms/test_placement.py has the output norms of every placement.
+def test_optimizer_and_settings_of_each_parameter(asked, optimizer, ratio_of_others):
+    """Biases are not decayed, whatever the norm. norms/test_placement.py has the output norms of every placement.
 
-    The rate is of what norms and placements have, scales and queries, decayed or not. Matrices keep theirs.
+    Vectors and scalars have a rate of their own: those of norms, and scales and queries of placements.
     """
-    model = Llama(dim=8, layers=1, placement=asked[0], norm="layernorm", qk_norm="head", scaled_embedding=True)
-    found = settings_of(model, optimizer=optimizer, decay_gains=asked[1], weight_decay=0.3, vector_lr=0.25)
-    rates = {name.replace("self_attn.", "").removeprefix("layers."): found[name]["weight_decay"] for name in found}
-    decayed = {name: rate for name, rate in rates.items() if rate and "_proj" not in name}
-    assert decayed == {f"{name}.weight": 0.3 for name in DECAYED[asked]}
-    for name, group in found.items():
-        vector, is_embedding = model.get_parameter(name).ndim < 2, name == "embed_tokens.weight"
-        assert group["lr_ratio"] == (0.25 * embedding if vector else embedding if is_embedding else 1.0), name
+    options: dict[str, Any] = dict(placement=asked[0], norm="layernorm", qk_norm="head", attention_gate="element")
+    model = Llama(dim=8, layers=2, vocab_size=11, scaled_embedding=True, tie_embeddings=False, **options)
+    options = dict(optimizer=optimizer, decay_gains=asked[1], weight_decay=0.3, lr=0.05, momentum=0.3, vector_lr=0.25)
+    decayed = {f"{block}{name}.weight" for name in DECAYED[asked] for block in ("layers.0.", "layers.1.", "")}
+    names, found = {id(weight): name for name, weight in model.named_parameters()}, list[str]()
+    made = make_optimizers(model, TrainConfig(**options))
+    for kind, group in ((type(each), group) for each in made for group in each.param_groups):
+        for weight in group["params"]:
+            name = names[id(weight)]
+            found.append(name)
+            matrix = "_proj" in name
+            assert kind is (Muon if optimizer == "muon" and matrix else AdamW), name
+            assert group["lr_ratio"] == (1.0 if matrix else ratio_of_others * (0.25 if weight.ndim < 2 else 1.0)), name
+            assert group["lr"] == 0.05 * group["lr_ratio"] and group.get("momentum", 0.3) == 0.3
+            assert group["weight_decay"] == (0.3 if matrix or name in decayed else 0.0), name
+    assert sorted(found) == sorted(names.values())
+    assert all(f"{name}.weight" in " ".join(found) for name in DECAYED[asked])
