@@ -137,10 +137,6 @@ def series(run: Path, *names: str) -> list[float]:
     return [row[name] for row in rows for name in names if name in row]
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(find_checkpoint(run) / "model.safetensors")
-
-
 @pytest.mark.parametrize(("engine", "name"), COMPARED)
 def test_two_ranks_train_as_one(engine, name, trained, folder):
     """From the same weights, on the same rows. Sums have another order, so their last digits may differ."""
@@ -150,7 +146,7 @@ def test_two_ranks_train_as_one(engine, name, trained, folder):
     for figure in ("train_loss", "val_loss", "val_bpb", "grad_norm", *["z_loss"] * (name == "accumulated")):
         assert series(two, figure) == pytest.approx(series(one, figure), rel=1e-5), figure
     assert (two / "samples.txt").read_text() == (one / "samples.txt").read_text()
-    found, expected = weights(two), weights(one)
+    found, expected = (load_file(find_checkpoint(run) / "model.safetensors") for run in (two, one))
     assert found.keys() == expected.keys()
     for key in expected:  # after 8 steps with learning rates of 0.015
         torch.testing.assert_close(found[key], expected[key], rtol=0, atol=2e-4)
@@ -246,11 +242,11 @@ def test_a_restart_continues_what_its_launch_has_left(left, monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("error", [ValueError("a"), OSError(errno.ENOSPC, "b"), InUse("c")], ids=repr)
 def test_an_error_of_a_rank_is_sent_to_all(error, monkeypatch):
-    sent: list[Any] = []
-    monkeypatch.setattr(distributed, "all_gather", lambda found: sent.__iadd__([found]))
+    gather = Mock(side_effect=lambda found: [None, found])
+    monkeypatch.setattr(distributed, "all_gather", gather)
     with pytest.raises(type(error)), distributed.raise_on_all_ranks():
         raise error
-    assert sent == [error]
+    gather.assert_called_once_with(error)
 
 
 def test_what_several_ranks_refuse(monkeypatch, refused):
