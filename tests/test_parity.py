@@ -52,8 +52,7 @@ def draw_config(name: str, seed: int) -> ModelConfig:
             dim=dim, layers=choose([1, 3]), heads=heads, kv_heads=choose([1, 2, heads]), head_dim=head_dim,
             hidden_dim=choose([48, 96]), context=CONTEXT, vocab_size=VOCAB, rope_theta=choose([500.0, 1e4, 5e5]),
             rope_scaling=choose([{}, {} if name == "phi3" else scaling]), tie_embeddings=choose([True, False]),
-            norm_args=norm_args,
-            rotary_fraction={"stablelm": 0.25, "glm4": 0.5, "phi3": 0.5}.get(name, 1.0),
+            norm_args=norm_args, rotary_fraction={"stablelm": 0.25, "glm4": 0.5, "phi3": 0.5}.get(name, 1.0),
         )
     )  # fmt: skip
 
@@ -93,8 +92,9 @@ def exact_logits(directory: Path, atol: float = 1e-9) -> Tensor:
 
 
 @torch.no_grad()
-def assert_as_exact(directory: Path, dtype: torch.dtype, exact: Tensor) -> None:
-    """The weights, the residual stream and the logits are in `dtype`, with RMS errors as large as theirs."""
+def assert_as_exact(directory: Path, dtype: torch.dtype) -> None:
+    """As `exact_logits`. And weights, residual stream and logits are in `dtype`, with RMS errors as large as theirs."""
+    exact = exact_logits(directory)
     ours, theirs = load_pretrained(directory)[0].to(dtype), their_model(directory, torch.float32)
     for weight in theirs.parameters():  # not `theirs.to(dtype)`, which would round the RoPE frequencies too
         weight.data = weight.to(dtype)
@@ -129,8 +129,7 @@ def test_parity_and_round_trips(tmp_path, tokenizer, number, name):
     save_pretrained(tmp_path / "ours", ours, tokenizer)
     described, end = json.loads((tmp_path / "ours/config.json").read_text()), tokenizer.end_of_document
     assert [described[name] for name in TOKEN_IDS] == [end, end, None]
-    exact = exact_logits(tmp_path / "ours")
-    assert_as_exact(tmp_path / "ours", torch.float32, exact)
+    assert_as_exact(tmp_path / "ours", torch.float32)
 
     # Theirs opens here: other dtypes, several files.
     dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
@@ -152,8 +151,7 @@ def test_parity_and_round_trips(tmp_path, tokenizer, number, name):
     (again / "config.json").write_text(json.dumps(config))
     llama = transformers.LlamaConfig()  # qwen2 would name a kind of tokenizer
     transformers.AutoTokenizer.from_pretrained(again, config=llama).save_pretrained(again)
-    exact = exact_logits(again)
-    assert_as_exact(again, torch.bfloat16, exact)
+    assert_as_exact(again, torch.bfloat16)
 
 
 MULTIPLIERS: dict[str, dict[str, Any]] = {
