@@ -25,6 +25,7 @@ from runtime.watch import Watch, measure_sites
 LAYERS, LR = 3, 0.5
 # fp32 rounds at 6e-8. Three blocks, whose norms divide small differences, amplify that about a hundredfold.
 TOLERANCE = 1e-5
+TOKENS, TARGETS = torch.randint(20, (2, 4, 8), generator=torch.Generator().manual_seed(3))
 
 
 def make_model(norm: str = "rmsnorm", placement: str = "pre", **fields) -> Any:
@@ -36,11 +37,6 @@ def make_model(norm: str = "rmsnorm", placement: str = "pre", **fields) -> Any:
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.1).mul_(torch.randn_like(weight).sign())
     return model
-
-
-def make_batch() -> tuple[Tensor, Tensor]:
-    ids = torch.randint(20, (4, 9), generator=torch.Generator().manual_seed(3))
-    return ids[:, :-1], ids[:, 1:]
 
 
 def rms(x: Tensor) -> float:
@@ -63,13 +59,13 @@ WATCHED = [("rmsnorm", "pre"), ("layernorm", "siamese"), ("batchnorm", "post"), 
 @pytest.mark.parametrize("norm, placement", WATCHED)
 def test_rows_match_float64(norm, placement, tmp_path):
     fields: Any = {"qk_norm": "head", "qk_norm_after_rope": True} if placement == "pre" else {}
-    model, (tokens, targets) = make_model(norm, placement, embedding_norm="gain", **fields), make_batch()
+    model = make_model(norm, placement, embedding_norm="gain", **fields)
     exact = copy.deepcopy(model).double()
-    exact.loss(tokens, targets).backward()
+    exact.loss(TOKENS, TARGETS).backward()
     watch = Watch(model, 7, tmp_path / "watch.jsonl")
-    model.loss(tokens, targets).backward()
+    model.loss(TOKENS, TARGETS).backward()
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    watch.start(tokens, torch.float32, 1.0)
+    watch.start(TOKENS, torch.float32, 1.0)
     with torch.no_grad():
         for weight in model.parameters():
             weight.sub_(weight.grad, alpha=LR)
@@ -78,9 +74,9 @@ def test_rows_match_float64(norm, placement, tmp_path):
     assert [row["site"] for row in rows] == ["embedding", *["attention", "mlp"] * LAYERS, "output"]
     assert [row["block"] for row in rows] == [0, 1, 1, 2, 2, 3, 3, 4] and {row["step"] for row in rows} == {7}
     exact.requires_grad_(False)
-    assert rows[0]["input_rms.norm"] == pytest.approx(rms(exact.embed_tokens.weight[tokens]), rel=TOLERANCE)
-    stream = exact.init_stream(exact.embed_tokens(tokens))
-    rope = exact.rope(slice(tokens.shape[1]))
+    assert rows[0]["input_rms.norm"] == pytest.approx(rms(exact.embed_tokens.weight[TOKENS]), rel=TOLERANCE)
+    stream = exact.init_stream(exact.embed_tokens(TOKENS))
+    rope = exact.rope(slice(TOKENS.shape[1]))
     for layer, block in enumerate(exact.layers):
         for site, arguments in (("attention", (block.self_attn, rope)), ("mlp", (block.mlp,))):
             row = next(row for row in rows if (row["block"], row["site"]) == (layer + 1, site))
@@ -121,11 +117,18 @@ def run(text, tmp_path, undrawn):
 
 
 def test_watching_does_not_change_a_bit(run, fingerprint):
+    """And a resumed run repeats the rows after its checkpoint."""
     flags = "--norm batchnorm --dropout 0.5 --dtype bfloat16 --micro-batch-size 4"
     watched, plain = run(f"{flags} --watch 3", "watched"), run(flags, "plain")
     assert fingerprint(watched) == fingerprint(plain)
     assert not (plain / "watch.jsonl").exists()
     assert sorted({row["step"] for row in read_rows(watched / "watch.jsonl")}) == [1, 3, 6]
+    before = (watched / "watch.jsonl").read_text()
+    (watched / "metrics.jsonl").write_text("")
+    shutil.rmtree(watched / "checkpoints/step-000006")
+    (watched / "watch.jsonl").write_text(before + '{"step": 6, "block"')
+    run("--resume", "watched")
+    assert (watched / "watch.jsonl").read_text() == before
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", TOLERANCE), ("float16", 0.02)])
@@ -146,27 +149,17 @@ def test_a_row_is_about_its_step_before_the_gradients_are_clipped(dtype, toleran
         assert weight.grad is not None and row["grad_rms.q_proj"] == pytest.approx(rms(weight.grad), rel=tolerance)
 
 
-def test_a_resumed_run_repeats_the_rows_after_its_checkpoint(run):
-    folder = run("--watch 1 --dropout 0.5 --keep 9", "run")
-    before = (folder / "watch.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text("")
-    shutil.rmtree(folder / "checkpoints/step-000006")
-    (folder / "watch.jsonl").write_text(before + '{"step": 6, "block"')
-    run("--resume", "run")
-    assert (folder / "watch.jsonl").read_text() == before
-
-
 def test_what_is_not_finite_is_none_and_white(tmp_path):
-    model, (tokens, _) = make_model(), make_batch()
+    model = make_model()
     with torch.no_grad():
         model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
     watch = Watch(model, 1, tmp_path / "watch.jsonl")
-    watch.start(tokens, torch.float32, 1.0)
+    watch.start(TOKENS, torch.float32, 1.0)
     watch.finish()
     lines = (tmp_path / "watch.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
     assert rows[3]["stream_after"] > 0 and rows[4]["stream_after"] is None
-    none = [row | {"step": 1} for row in measure_sites(make_model(norm="none", placement="rezero"), tokens)]
+    none = [row | {"step": 1} for row in measure_sites(make_model(norm="none", placement="rezero"), TOKENS)]
     later = [row | {"step": 9, "stream_after": 5.0} for row in none[1:7]]
     first, last = plot_streams({"a": rows, "b": [*none, *later]}).axes
     broken, whole = (np.asarray(line.get_xydata()).tolist() for line in first.lines)
