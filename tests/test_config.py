@@ -91,9 +91,10 @@ def test_fields_of_a_file_and_values_from_python_have_their_types():
     with pytest.raises(ValueError, match=r"run\.json: 'width' \(3\) is not an option of this version"):
         check_fields({"width": 3}, "run.json")
     check_fields({"kv_heads": None, "warmup": None, "lr": 1, "norm_args": {"eps": 1}}, "run.json")
-    for name, value in (("v_norm", "false"), ("layers", True), ("dropout", "0.1"), ("dim", None)):
-        with pytest.raises(ValueError, match=rf"{flag_name(name)} must be of type \w+, not {value!r}"):
-            ModelConfig(**{name: value})
+    wrong: dict[str, Any] = {"v_norm": "false", "layers": True, "dropout": "0.1", "dim": None}
+    for name in wrong:
+        with pytest.raises(ValueError, match=rf"{flag_name(name)} must be of type \w+, not {wrong[name]!r}"):
+            ModelConfig(**{name: wrong[name]})
 
 
 # Flags of a new run, and how it differs from one of the preset alone.
