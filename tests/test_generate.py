@@ -148,7 +148,8 @@ def test_generate_appends_the_sampled_ids(model):
     expected = torch.cat((torch.tensor(rows), torch.tensor(sampled)), 1)
     assert len({tuple(row) for row in sampled}) == 3
     assert torch.equal(generate(model, rows, **options), expected)
-    for ids in (rows[0], np.array(rows[0], np.uint16)):
+    prompts: list[Any] = [rows[0], np.array(rows[0], np.uint16)]
+    for ids in prompts:
         new = generate(model, ids, **options)
         assert new.dtype == torch.int64 and torch.equal(new, expected[0])
     assert len(generate(model, [7])) == CONFIG.context  # as many as fit
