@@ -58,20 +58,17 @@ def test_only_the_seam_and_the_tests_in_its_folder_import_an_attachment(names, s
     } == seams
 
 
-def test_imports_run_one_way():
-    """Each package may import those before it, and one of the ground floor only `files`."""
+def test_imports_run_one_way_the_parser_stays_in_its_file_and_no_class_is_assigned():
+    """Each package may import those before it, and one of the ground floor only `files`.
+
+    What was asked is a mapping, and decoders are objects of their own.
+    """
     for source in OURS:
-        owner = source.removesuffix(".py").split("/")[0]
+        owner, text = source.removesuffix(".py").split("/")[0], (ROOT / source).read_text("utf-8")
         allowed = {owner, "files"} if owner in GROUND[1:] else set(ORDER[: ORDER.index(owner) + 1])
-        ours = {name.partition(".")[0] for name in imports(source)} & set(ORDER)
-        assert ours <= allowed, f"{source} imports {ours - allowed}"
-
-
-def test_the_parser_stays_in_its_file_and_no_class_is_assigned():
-    """What was asked is a mapping, and decoders are objects of their own."""
-    for source in OURS:
-        text = (ROOT / source).read_text("utf-8")
-        parses = "argparse" in imports(source) or re.search(r"\.parse_(known_)?args\(", text)
+        names = {name.partition(".")[0] for name in imports(source)}
+        assert names & set(ORDER) <= allowed, f"{source} imports {names & set(ORDER) - allowed}"
+        parses = "argparse" in names or re.search(r"\.parse_(known_)?args\(", text)
         assert not parses or source in ("runtime/flags.py", "runtime/plugins.py"), source
         assert "__class__" not in text, source
 
