@@ -54,9 +54,7 @@ def option(default: Any, help: str, export: str = "computed", bounds: Mapping[st
     return field(default=default, metadata=metadata)
 
 
-def carried(default: Any, help: str, bounds: Mapping[str, float] = {}) -> Any:
-    """An option that the configurations of transformers have."""
-    return option(default, help, "carried", bounds)
+carried = partial(option, export="carried")  # an option that the configurations of transformers have
 
 
 def flag_name(option_name: str) -> str:
@@ -136,8 +134,8 @@ class ModelConfig:
     trained_context: int = carried(None, "")  # the context of --init-from, if it was longer
     model_type: str = carried("", "")  # Hugging Face's for --init-from, if a model like it is saved as another
     rope_theta: float = carried(10000.0, "base of the rotary frequencies", bounds=POSITIVE)
-    rope_scaling: dict[str, float] = carried(
-        {}, f"Llama 3's scaling of RoPE; needs all of {', '.join(ROPE_SCALING)}, one per flag"
+    rope_scaling: dict[str, float] = option(
+        {}, f"Llama 3's scaling of RoPE; needs all of {', '.join(ROPE_SCALING)}, one per flag", "carried"
     )
     rotary_fraction: float = option(1.0, "fraction of each head's features that RoPE rotates, the first ones")
     tie_embeddings: bool = carried(True, "use the embedding as the output head")
