@@ -11,13 +11,13 @@ from pathlib import Path
 
 from config import DEFAULTS, configs_of
 from experiments.costs import costs
-from experiments.records import SEARCH, Arm, Record, outcome, read_csv, settings_of
+from experiments.records import SEARCH, Arm, Record, commits_of, outcome, read_csv, settings_of
 from experiments.report import make_report
 from files import digest, require, warn
 from machine.process import bad_input
 from runtime.flags import Parser
 from runtime.plugins import import_first
-from runtime.run_dir import RUNS_FOLDER, commits_of, machine_of, read_rows, read_run_file
+from runtime.run_dir import RUNS_FOLDER, machine_of, read_rows, read_run_file
 
 
 def main(arguments: list[str]) -> None:

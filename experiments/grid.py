@@ -21,14 +21,14 @@ from tqdm import tqdm
 from config import Asked, ModelConfig, TrainConfig, flag_name
 from data.prepare import Prepared
 from experiments.rates import Losses, Optimum, find_optimum, losses_of, next_runs
-from experiments.records import RESUMED_WITH, SEARCH, UNNAMED, Arm, Record, outcome, settings_of
+from experiments.records import RESUMED_WITH, SEARCH, UNNAMED, Arm, Record, commits_of, outcome, settings_of
 from files import ROOT, Ended, require, warn
 from machine.device import pick_device
 from machine.process import NotFinite, Stopped, bad_input, stop_requests
 from runtime.flags import to_flags
 from runtime.plugins import check_imports, import_flags, import_records
 from runtime.run import fields_of
-from runtime.run_dir import RunFile, commits_of, machine_of, read_rows, read_run_file
+from runtime.run_dir import RunFile, machine_of, read_rows, read_run_file
 
 WIDEN = 8  # rates and seeds that an arm may try beyond the first ones
 POLL_SECONDS = 0.3  # between checks of the running cells
@@ -218,11 +218,12 @@ class Grid:
             ]
             found |= self.run(cells)
             losses |= {arm: losses_of(found[cell] for cell in found if cell.arm == arm) for arm in wanted}
-            following = {arm: next_runs(losses[arm], len(self.seeds)) for arm in wanted}
-            wanted = {}
-            for arm, more in following.items():
-                if more and more[0][0] >= self.configs[arm][1].min_lr:  # train.py refuses lower rates
-                    wanted[arm] = more
+            wanted = {
+                arm: more
+                for arm in wanted
+                if (more := next_runs(losses[arm], len(self.seeds)))
+                and more[0][0] >= self.configs[arm][1].min_lr  # train.py refuses lower rates
+            }
             if not wanted:
                 break
         return {arm: find_optimum(losses[arm]) for arm in self.configs}

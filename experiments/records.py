@@ -171,6 +171,12 @@ def settings_of(run: RunFile) -> dict[str, str]:
     return {name: text for name, text in settings.items() if text != UNNAMED[name] and name not in others}
 
 
+def commits_of(run: RunFile) -> str:
+    """The commit with which a run was started, and others with which it was resumed. "" outside a clone."""
+    commits = [each["commit"] for each in (run, *run.get("resumed", [])) if each["commit"]]
+    return ", resumed at ".join(dict.fromkeys(commits))
+
+
 def spelled(value: Any) -> str:
     """An option's value as a user writes it: "1" for 1.0."""
     return as_text(value).removesuffix(".0") if isinstance(value, float) else as_text(value)

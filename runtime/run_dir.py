@@ -86,12 +86,6 @@ def machine_of(run: RunFile) -> str:
     return f"{run['device']}, {run['instruction_set']}, torch {run['versions']['torch']}"
 
 
-def commits_of(run: RunFile) -> str:
-    """The commit with which a run was started, and others with which it was resumed. "" outside a clone."""
-    commits = [each["commit"] for each in (run, *run.get("resumed", [])) if each["commit"]]
-    return ", resumed at ".join(dict.fromkeys(commits))
-
-
 def continued(earlier: RunFile, run: RunFile, step: int) -> RunFile:
     """The run.json of a run that is resumed at `step`. If the machine has changed, a line on standard error says so."""
     there, here = machine_of(earlier), machine_of(run)
