@@ -226,9 +226,7 @@ class Trainer:
         self.optimizers = make_optimizers(self.model, config)
         self.scaler = GradScaler(run.device.type, enabled=run.dtype == torch.float16)
         self.step = 0  # steps that are done
-        now = time.perf_counter()
-        self.started = now  # less the seconds before a resume
-        self.began = self.saved = self.lap_started = now
+        self.started = self.began = self.saved = time.perf_counter()  # the first less the seconds before a resume
         # The terms and the gradient norm of each step since `read_pending`, on the device.
         self.pending: list[dict[str, Tensor]] = []
         self.logged_losses: list[dict[str, float]] = []  # the terms of each step since the last row of the log
