@@ -9,7 +9,7 @@ import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from config import ROPE_SCALING, ModelConfig, combine
+from config import DEFAULTS, ROPE_SCALING, ModelConfig, combine
 from files import is_a, require, warn
 from norms import KINDS
 from recipes import RECIPES
@@ -95,8 +95,8 @@ NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "zero_centered": Fals
 # Fields that we compute at one value only, of any architecture, or of some that have this default.
 COMMON: Fields = {"is_causal": True, "partial_rotary_factor": 1.0}
 COMMON |= dict.fromkeys(["clip_qkv", "attn_logit_softcapping", "quantization_config"])
-COMMON |= dict.fromkeys(["attention_dropout", "hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"], 0.0)
-COMMON |= dict.fromkeys(["attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "use_qkv_bias"], False)
+COMMON |= dict.fromkeys(["hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"], 0.0)
+COMMON |= dict.fromkeys(["attention_out_bias", "mlp_bias", "use_bias", "use_qkv_bias"], False)
 COMMON |= dict.fromkeys(["qk_layernorm", "use_parallel_residual", "rope_interleaved", "use_sliding_window"], False)
 COMMON |= {"use_bidirectional_attention": False}
 THEIR_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
@@ -178,9 +178,8 @@ def _fixed(model_type: str, config: ModelConfig) -> Fields:
 def _differences(config: ModelConfig, model_type: str) -> list[str]:
     """What is not as the architecture has it. An option or argument of a norm that it does not name has its default."""
     architecture = ARCHITECTURES[model_type]
-    recipe, plain = _ours(model_type), ModelConfig()
-    computed = [each.name for each in fields(ModelConfig) if each.metadata["export"] == "computed"]
-    theirs = {name: getattr(plain, name) for name in computed}
+    recipe = _ours(model_type)
+    theirs = {each.name: DEFAULTS[each.name] for each in fields(ModelConfig) if each.metadata["export"] == "computed"}
     arguments = inspect.signature(KINDS[config.norm]).parameters
     theirs |= {name: arguments[name].default for name in config.norm_args if name not in ALSO_CARRIED}
     theirs |= recipe | recipe["norm_args"]
@@ -204,9 +203,8 @@ def to_theirs(config: ModelConfig) -> Fields:
     nearest = _nearest(config)
     architecture = ARCHITECTURES[nearest]
     differences = _differences(config, nearest)
-    if differences:
-        reason = f"{architecture.name}, the nearest, has {', '.join(differences)}"
-        raise ValueError(f"no Hugging Face architecture computes this: {reason}")
+    reason = f"{architecture.name}, the nearest, has {', '.join(differences)}"
+    require(not differences, f"no Hugging Face architecture computes this: {reason}")
     theirs: Fields = {"model_type": nearest, "architectures": [f"{architecture.name}ForCausalLM"]}
     theirs |= {name: getattr(config, ours) for name, ours in SIZES.items()}
     theirs["max_position_embeddings"] = longest = max(config.context, config.trained_context or 0)
@@ -248,7 +246,7 @@ def from_theirs(theirs: Fields) -> ModelConfig:
     require(not others, f"layer_types {sorted(others)} is not supported, only 'full_attention'")
     theirs |= _rope(theirs)
     for name in CARRIED.keys() & architecture.has:
-        usual = getattr(ModelConfig(), CARRIED[name])
+        usual = DEFAULTS[CARRIED[name]]
         given[CARRIED[name]] = value = theirs.get(name, usual)
         require(is_a(value, type(usual)), f"{name} must be of type {type(usual).__name__}, not {value!r}")
     given |= {"rope_theta": theirs["rope_theta"], "rope_scaling": theirs["rope_scaling"]}
@@ -294,7 +292,7 @@ def layout(theirs: Fields, config: ModelConfig) -> Layout:
 def _with_defaults(theirs: Fields) -> Fields:
     """Without fields that are null, and with the architecture's defaults for missing ones."""
     model_type = theirs["model_type"]
-    off = [name for name in NULLABLE if name in theirs]
+    off = theirs.keys() & NULLABLE
     defaults = {name: value for name, value in ARCHITECTURES[model_type].defaults.items() if name not in off}
     theirs = defaults | {name: value for name, value in theirs.items() if value is not None or name == "is_causal"}
     for name, same in [("swish", "silu")] + [("gelu", "gelu_pytorch_tanh")] * (model_type == "gemma"):
