@@ -79,8 +79,6 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
     if not any(config.norm in record["norms"] for record in import_records()):
         return
     named, traits = f"--norm {config.norm}", TRAITS[config.norm]
-    tensors = "contiguous parameters and persistent buffers of its own, none float64"
-    unsaved = f"{named} could not be loaded from a checkpoint: its tensors must be {tensors}"
     make = partial(build_norm, config.norm, config.dim, "attention", **config.norm_args)
     norm = make()
     x = torch.arange(16.0 * config.dim, device=device).sin().view(2, 8, -1)  # different values
@@ -99,7 +97,9 @@ def check_imported_norm(config: ModelConfig, device: torch.device) -> None:
         same = torch.equal(_apply(loaded, x, named), y)
     except (RuntimeError, ValueError):
         same = False
-    require(same and all(tensor.dtype != torch.float64 for tensor in state.values()), unsaved)
+    tensors = "contiguous parameters and persistent buffers of its own, none float64"
+    valid = same and all(tensor.dtype != torch.float64 for tensor in state.values())
+    require(valid, f"{named} could not be loaded from a checkpoint: its tensors must be {tensors}")
 
 
 def _apply(norm: nn.Module, tokens: Tensor, named: str) -> Tensor:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,9 @@ def modules(**parts: Any) -> Modules:
 
 def attach(row: Row, site: Modules, streams: Callable[[Any], tuple[Tensor, ...]]) -> list[RemovableHandle]:
     """Hooks on the modules of a site that fill its row. `streams` says what to measure of the residual stream."""
-    names = {module: name for name, module in site.items()}
     queries: list[Tensor] = []
 
-    def record(module: nn.Module, args: tuple, output: Any) -> None:
-        name = names[module]
+    def record(name: str, module: nn.Module, args: tuple, output: Any) -> None:
         if isinstance(module, tuple(KINDS.values())):
             row[f"input_rms.{name}"] = rms(args[0])
             for parameter, x in module.named_parameters(recurse=False):
@@ -105,7 +104,7 @@ def attach(row: Row, site: Modules, streams: Callable[[Any], tuple[Tensor, ...]]
         elif name == "rotated_k_norm":
             row["max_logit"] = max_logit(queries.pop(), output)
 
-    return [module.register_forward_hook(record) for module in site.values()]
+    return [module.register_forward_hook(partial(record, name)) for name, module in site.items()]
 
 
 def rms(x: Tensor) -> float:
