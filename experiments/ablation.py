@@ -112,12 +112,11 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     steps = {arm: measured["asked"].get(arm.name, {}) for arm in configs}
     configs = resolve_arms(arms, on_device, steps)
     most = max(1, torch.get_num_threads() // options.threads) if config.device == "cpu" else 1
-    times = measured["step_time"]
     grid = Grid(
         folder=folder,
         configs=configs,
         asked={arm: combine(shared, asked_of(arm), steps[arm]) for arm in configs},
-        costs={arm: costs(*each) | {"step_time": times.get(arm.name)} for arm, each in configs.items()},
+        costs={arm: costs(*each) | {"step_time": measured["step_time"].get(arm.name)} for arm, each in configs.items()},
         data=data,
         seeds=range(config.seed, config.seed + options.seeds),
         jobs=options.jobs or most,

@@ -108,7 +108,7 @@ class Record:
     @property
     def options(self) -> dict[str, str]:
         """All that is known of what it was asked. A factor is spelled as the user did."""
-        return {**self.settings, **dict(self.arm.factors)}
+        return self.settings | dict(self.arm.factors)
 
     @property
     def steps(self) -> int:
@@ -121,8 +121,11 @@ class Record:
         return {"tokens": self.tokens or math.nan, "time": time, "FLOPs": self.flops or math.nan}
 
 
-TYPES = {each.name: (*get_args(each.type), each.type)[0] for each in fields(Record)}
-COLUMNS = {name: kind for name, kind in TYPES.items() if name not in ("arm", "settings", "log", "folder")}
+COLUMNS: dict[str, Any] = {
+    each.name: (*get_args(each.type), each.type)[0]
+    for each in fields(Record)
+    if each.name not in ("arm", "settings", "log", "folder")
+}
 
 
 def outcome(log: list[Row], steps: int, vocab_size: int) -> Row:
