@@ -17,6 +17,7 @@ try:
 except ImportError:  # missing on Windows: locking is skipped there
     fcntl = None  # type: ignore[assignment]
 
+Json = dict[str, Any]  # an object of JSON
 ROOT = Path(__file__).parent
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # full, over a quota or a size limit, or broken
 NO_LOCKS = "the file system has no locks, so two processes that write to one folder are not noticed"
@@ -71,18 +72,17 @@ def read_json(path: Path, kind: Any) -> Any:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is missing or damaged: {getattr(error, 'strerror', error)}") from None
-    if not is_a(value, kind):
-        raise ValueError(f"{path} is damaged: it does not hold the expected JSON")
+    require(is_a(value, kind), f"{path} is damaged: it does not hold the expected JSON")
     return value
 
 
-def write_ours(path: Path, format: Any, content: dict[str, Any]) -> None:
+def write_ours(path: Path, format: Any, content: Json) -> None:
     """Write JSON for `read_ours`, with a digest and its format: a version or, in a cache, what it was made from."""
     content = {"format": format} | content
     write_atomically(path, json.dumps(content | {"sha256": digest(content)}, indent=2) + "\n")
 
 
-def read_ours(path: Path, format: Any) -> dict[str, Any]:
+def read_ours(path: Path, format: Any) -> Json:
     """What `write_ours` wrote. Raises ValueError, naming a file that is missing or damaged or has another format."""
     content = read_json(path, dict)
     other = f"{path} is of another version (format {content.get('format')}, not {format})"
@@ -92,7 +92,7 @@ def read_ours(path: Path, format: Any) -> dict[str, Any]:
     return content
 
 
-def read_cached(path: Path, format: Any) -> dict[str, Any]:
+def read_cached(path: Path, format: Any) -> Json:
     """As `read_ours`, or {} for what has to be made again."""
     try:
         return read_ours(path, format)

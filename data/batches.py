@@ -20,6 +20,7 @@ SPLITS = ("train", "val")
 SUFFIXES = (".bin", ".npy")
 HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # llm.c: the dtype of ids, by magic number and version
 HEADER_BYTES = 1024  # 256 int32; the third is the number of ids
+Batch = tuple[Tensor, Tensor]  # inputs and targets
 EDGE = 1 << 20  # bytes at each end of a file that identify it, together with its size
 
 
@@ -100,7 +101,7 @@ def training_batch(
     order: str = "random",
     batch_size: int | None = None,
     vocab_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Batch:
     """Inputs and targets, int64 (rows, context): the given rows of a step's global batch.
 
     order: "random" for windows that each start at a uniformly random token, or "epochs" for adjacent windows in a
@@ -123,7 +124,7 @@ def training_batch(
 
 def evaluation_batches(
     tokens: np.ndarray, context: int, batch_size: int, max_tokens: int | None = None, vocab_size: int | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[Batch]:
     """Inputs and targets, int64 (up to batch_size, context), from adjacent windows.
 
     Every token except the first is a target exactly once; the remainder is a final batch of one shorter window. If
@@ -142,7 +143,7 @@ def evaluation_batches(
         yield _windows(tokens, np.array([windows * context]), remainder, vocab_size)
 
 
-def _windows(tokens: np.ndarray, starts: np.ndarray, length: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
+def _windows(tokens: np.ndarray, starts: np.ndarray, length: int, vocab_size: int | None) -> Batch:
     """Inputs and targets, int64 (starts, length)."""
     windows = np.lib.stride_tricks.sliding_window_view(tokens, length + 1)
     ids = windows[starts].astype(np.int64)  # only these are copied

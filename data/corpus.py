@@ -13,14 +13,13 @@ from functools import cached_property
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from data.batches import SPLITS, find_token_files, identify, map_tokens
 from data.sources import find_files, read_documents, short_name, text_files
-from files import lock_file, read_cached, require, warn, warned, write_ours
+from files import Json, lock_file, read_cached, require, warn, warned, write_ours
 
 RULES = "split 2, encoding 2"  # how a corpus is split and encoded; increase a number whenever its rule changes
 HELD_OUT = 0.1  # share of the bytes
@@ -98,7 +97,7 @@ class Corpus:
         return found, digest.hexdigest()
 
     @cached_property
-    def _read(self) -> tuple[dict[str, Any], list[Path], np.ndarray]:
+    def _read(self) -> tuple[Json, list[Path], np.ndarray]:
         """Reads all text: what the index keeps of it, its files, and the byte at which each document is cut."""
         read = []
         corpus_hash = hashlib.sha256(RULES.encode())

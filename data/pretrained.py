@@ -16,7 +16,7 @@ import numpy as np
 import sentencepiece
 
 from data.tokenizer import Tokenizer, byte_level_alphabet, load_tokenizer, piece_bytes
-from files import one_line, read_json, require, warn
+from files import Json, one_line, read_json, require, warn
 
 JSON, TOKENIZER_CONFIG, PIECES = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 # Where the end of a document may be named, as a token or an id. The first that names one counts.
@@ -106,7 +106,7 @@ class PretrainedTokenizer(Tokenizer):
         self.space_in_front = self.decode_bytes(self.encode("a")) == b" a"
         self.token_bytes[self.end_of_document] -= self.space_in_front  # the space in front is not text
 
-    def _open(self, fields: dict[str, Any], end: str | int | None) -> None:
+    def _open(self, fields: Json, end: str | int | None) -> None:
         """A file of the `tokenizers` library, changed so that special tokens typed as text stay text."""
         try:
             import tokenizers

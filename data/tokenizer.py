@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import sentencepiece
 
-from files import require, warn, write_atomically
+from files import Json, require, warn, write_atomically
 
 SPACE = "\u2581"  # how SentencePiece writes a space
 SAMPLE_BYTES = 8_000_000  # upper bound on the text a tokenizer is trained on
@@ -56,8 +56,8 @@ class Tokenizer:
     prompt_start: Sequence[int] = ()
     space_in_front = False
     files: dict[str, bytes]
-    token_ids: dict[str, Any] | None = None
-    generation: dict[str, Any] | None = None
+    token_ids: Json | None = None
+    generation: Json | None = None
 
     @property
     def vocab_size(self) -> int:

@@ -14,14 +14,13 @@ import re
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from data.tokenizer import Tokenizer
-from files import describe_write_error, read_json, require, sha256, sync, warn
+from files import Json, describe_write_error, read_json, require, sha256, sync, warn
 from machine import distributed
 from model import Llama
 from runtime.huggingface.directory import open_model, read_config, read_model, read_tokenizer, stored_state, write_model
@@ -160,8 +159,7 @@ def intact_checkpoint(run: Path, leave_out: Collection[str] = ()) -> Path | None
             if problem:
                 warn(f"warning: {problem}; going back to {checkpoint.name}")
             return checkpoint
-    if problem:
-        raise ValueError(f"{problem}; no other checkpoint of {run} is intact")
+    require(not problem, f"{problem}; no other checkpoint of {run} is intact")
     return None
 
 
@@ -184,7 +182,7 @@ def open_checkpoint(where: str | Path | None, device: torch.device | str = "cpu"
     return checkpoint, read_model(source).to(device).eval(), tokenizer
 
 
-def weight_hashes(checkpoint: Path) -> dict[str, Any]:
+def weight_hashes(checkpoint: Path) -> Json:
     """Where a checkpoint is, and the SHA-256 of each of its files of weights. A manifest has been verified."""
     known = read_json(checkpoint / MANIFEST, dict[str, str]) if (checkpoint / MANIFEST).is_file() else {}
     hashes = {path.name: known.get(path.name) or sha256(path) for path in weight_files(checkpoint)}
@@ -198,7 +196,7 @@ def load_weights(weights: dict[str, StoredTensor], model: Llama) -> None:
         distributed.copy(expected[name], stored.read())
 
 
-def load_checkpoint(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> dict[str, Any]:
+def load_checkpoint(checkpoint: Path, model: Llama, optimizers: list[Optimizer]) -> Json:
     """Restore weights and optimizer state of an intact checkpoint bit for bit. Returns what trainer.json contains."""
     source, run_file = read_config(checkpoint), checkpoint.parents[1] / "run.json"
     require(source.config == model.config, f"{checkpoint} does not match the model in {run_file}")

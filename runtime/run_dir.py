@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from config import REMOVED, check_fields
-from files import describe_write_error, is_a, lock_file, read_ours, require, warn, write_atomically, write_ours
+from files import Json, describe_write_error, is_a, lock_file, read_ours, require, warn, write_atomically, write_ours
 
 RUNS_FOLDER = Path("runs")
 LOCK = ".lock"  # only one process at a time may write to a folder that has it
 RUN_FORMAT = 3  # version of run.json; increase it whenever its fields change, or what they mean
 SAMPLE_HEADING = "----- step {} -----\n"
-RunFile = dict[str, Any]  # the contents of a run.json
-Row = dict[str, Any]  # a line of a .jsonl
+RunFile = Json  # the contents of a run.json
+Row = Json  # a line of a .jsonl
 Tracker = Callable[[Row], None]
 
 

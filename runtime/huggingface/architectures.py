@@ -178,8 +178,8 @@ def _fixed(model_type: str, config: ModelConfig) -> Fields:
 def _differences(config: ModelConfig, model_type: str) -> list[str]:
     """What is not as the architecture has it. An option or argument of a norm that it does not name has its default."""
     architecture = ARCHITECTURES[model_type]
-    recipe = _ours(model_type)
-    theirs = {each.name: DEFAULTS[each.name] for each in fields(ModelConfig) if each.metadata["export"] == "computed"}
+    recipe, plain = _ours(model_type), vars(ModelConfig())
+    theirs = {each.name: plain[each.name] for each in fields(ModelConfig) if each.metadata["export"] == "computed"}
     arguments = inspect.signature(KINDS[config.norm]).parameters
     theirs |= {name: arguments[name].default for name in config.norm_args if name not in ALSO_CARRIED}
     theirs |= recipe | recipe["norm_args"]

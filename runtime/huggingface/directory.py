@@ -9,15 +9,14 @@ import re
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from config import ModelConfig, check_fields
 from data.pretrained import read_directory, read_files
-from data.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
-from files import digest, is_a, read_json, require, warn
+from data.tokenizer import TOKENIZER_KINDS, ByteTokenizer, SentencePieceTokenizer, Tokenizer, load_tokenizer
+from files import Json, digest, is_a, read_json, require, warn
 from machine import distributed
 from model import Llama
 from runtime.huggingface.architectures import OWN, OWN_TYPE, from_theirs, layout, to_theirs
@@ -29,7 +28,6 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FORMAT = 1  # version of our part of config.json and of the names of weights; increase it whenever they change
 STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_ROPE_BYTES = 1 << 25  # maximum for the table of rotary positions, unless the weights are larger
-PRETRAINED = "pretrained"  # a tokenizer that was not trained here
 SETTING = bool | int | float | str | partial
 OF_TRAINING = {"training", "recompute", "p"}  # attributes of modules that change nothing afterwards; p is of dropout
 
@@ -112,7 +110,7 @@ class StoredModel:
     directory: Path
     config: ModelConfig
     tokenizer: str | None
-    described: dict[str, Any]
+    described: Json
 
 
 def read_config(directory: Path) -> StoredModel:
@@ -128,8 +126,7 @@ def read_config(directory: Path) -> StoredModel:
         check_fields(own["model"], OWN)
         warn_of_imports(own["imports"], added=True)
         config = ModelConfig(**own["model"])
-        unchanged = own.pop("sha256", None) == digest(described)
-        if not unchanged and described.get("model_type") != OWN_TYPE:
+        if own.pop("sha256", None) != digest(described) and described.get("model_type") != OWN_TYPE:
             theirs = from_theirs(described)
             if theirs != from_theirs(to_theirs(config)):
                 config = theirs  # others have changed their fields, which say what is stored
@@ -187,21 +184,22 @@ def read_tokenizer(source: StoredModel) -> Tokenizer:
     """The tokenizer beside a model. Raises ValueError if it is missing, damaged or does not match the model."""
     directory, kind, described = source.directory, source.tokenizer, source.described
     theirs = (directory / "tokenizer.json").is_file()
-    if kind is None or (kind == SentencePieceTokenizer.kind and theirs):
-        kind = PRETRAINED  # transformers saves a tokenizer.json, and reads no tokenizer.model beside it
+    ours = kind in TOKENIZER_KINDS
+    if kind == SentencePieceTokenizer.kind and theirs:
+        ours = False  # transformers saves a tokenizer.json, and reads no tokenizer.model beside it
     if kind == ByteTokenizer.kind and theirs:
         added = read_json(directory / "tokenizer.json", dict).get("added_tokens", ())
-        kind = PRETRAINED if len(added) > 1 else kind  # tokens were added to ours
+        ours = len(added) <= 1  # or else tokens were added
     generation = read_json(directory / GENERATION, dict) if (directory / GENERATION).is_file() else {}
     ends = []
     for ids in (described.get("eos_token_id"), generation.get("eos_token_id")):
         ends += ids if isinstance(ids, list) else [] if ids is None else [ids]
     require(is_a(ends, list[int]), f"{directory}: eos_token_id must be a token id or a list of them")
-    if kind == PRETRAINED:
-        tokenizer: Tokenizer = read_directory(directory)
-    else:
+    if kind and ours:
         tokenizer = load_tokenizer(kind, directory, source.config.vocab_size)
         tokenizer.files = read_files(directory) | tokenizer.files
+    else:
+        tokenizer = read_directory(directory)
     tokenizer.ends |= set(ends)
     tokenizer.token_ids = {name: described[name] for name in TOKEN_IDS if name in described}
     tokenizer.generation = generation

@@ -132,9 +132,8 @@ def weight_files(directory: Path) -> list[Path]:
     require(not adapter.is_file(), f"{adapter} is of an adapter, which would be left out; merge it into the weights")
     if (directory / WEIGHTS).is_file():
         return [directory / WEIGHTS]
-    if not path.is_file():
-        pickled = "pickled weights can run code: convert them with transformers"
-        raise ValueError(f"{directory} holds no {WEIGHTS} and no {INDEX}; {pickled}")
+    pickled = "pickled weights can run code: convert them with transformers"
+    require(path.is_file(), f"{directory} holds no {WEIGHTS} and no {INDEX}; {pickled}")
     weight_map = read_json(path, dict).get("weight_map")
     require(is_a(weight_map, dict[str, str]), f"{path}: not an index with a weight_map")
     files = [Path(file) for file in sorted(set(weight_map.values()))]
