@@ -126,8 +126,7 @@ class ModelConfig:
     kv_heads: int = carried(None, "number of key/value heads, for grouped-query attention (default: --heads)")
     head_dim: int = carried(None, "features per head (default: --dim / --heads)")
     hidden_dim: int = carried(
-        None,
-        "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32; with --mlp plain, 4 of --dim)",
+        None, "width of the MLP (default: 8/3 of --dim, rounded up to a multiple of 32; with --mlp plain, 4 of --dim)"
     )
     context: int = carried(256, "maximum sequence length in tokens")
     vocab_size: int = carried(2048, "number of token ids; always 257 with --tokenizer bytes")
@@ -177,11 +176,12 @@ class ModelConfig:
         scale: Any = self.embedding_scale
         positive = is_a(scale, float) and 0 < scale < math.inf
         require(positive, f"--embedding-scale must be a positive number, not {scale}")
-        scaling = self.rope_scaling
-        if scaling:
-            valid = scaling.keys() == set(ROPE_SCALING) and is_a(scaling, dict[str, float])
-            valid = valid and all(0 < value < math.inf for value in scaling.values())
-            valid = valid and scaling["low_freq_factor"] < scaling["high_freq_factor"]
+        if scaling := self.rope_scaling:
+            valid = (
+                scaling.keys() == set(ROPE_SCALING)
+                and all(is_a(value, float) and 0 < value < math.inf for value in scaling.values())
+                and scaling["low_freq_factor"] < scaling["high_freq_factor"]
+            )
             require(valid, f"--rope-scaling takes all of {', '.join(ROPE_SCALING)}: positive numbers, low below high")
         qk_norm = self.qk_norm != "none"
         free = qk_norm and not placement.own_norm
@@ -349,8 +349,8 @@ def configure(
     batch, or over which a norm would take its statistics. Raises ValueError, naming the flag, for what is incompatible.
     """
     if previous:
-        both = previous["asked"], combine(previous["asked"], asked)
-        then, now = (fields_of(*configure(each, found, memory=memory)) for each in both)
+        before = previous["asked"]
+        then, now = (fields_of(*configure(each, found, memory=memory)) for each in (before, combine(before, asked)))
         changed = {name: now[name] for name in now if name in asked or now[name] != then[name]}
         return configs_of(DEFAULTS | previous["resolved"] | changed)
     preset = dict(PRESETS[asked.get("preset", "tiny")])
@@ -371,8 +371,7 @@ def configure(
     preset = {name: value for name, value in preset.items() if kept.get(name, True)}
     if pretrained:
         if "recipe" in asked:  # what another recipe would set is at its default
-            others = {name: DEFAULTS[name] for options in RECIPES.values() for name in options}
-            asked = others | asked
+            asked = {name: DEFAULTS[name] for options in RECIPES.values() for name in options} | asked
         if asked.get("embedding_scale") == "sqrt":
             asked["embedding_scale"] = math.sqrt(pretrained["dim"])
         asked = {name: value for name, value in asked.items() if pretrained.get(name) != value}  # no repetitions

@@ -119,11 +119,10 @@ def stream_ids(
     device = model.embed_tokens.weight.device
     samples, count = len(prompts), max_new_tokens(prompts[0], sampling, model.config.context)
     tokens = to_device(prompts, device)  # B T
-    sampler = torch.device("cpu") if device.type == "mps" else device  # mps has no float64
     # A uniform number for each token of each sample, drawn on the CPU so that it does not depend on the device.
     generator = Generator("cpu").manual_seed(sampling.seed % 2**63)
     points = torch.rand(samples, model.config.context, dtype=torch.float64, generator=generator, device="cpu")
-    points = to_device(points.T, sampler)
+    points = points.T if device.type == "mps" else to_device(points.T, device)  # mps has no float64
     ends = {ends} if isinstance(ends, int) else set(ends)
     decoder = decoder or model
     cache, ids = decoder.new_cache(tokens.shape[1] + count), [INVALID] * samples

@@ -23,7 +23,7 @@ from torch.amp import GradScaler
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from data.batches import evaluation_batches, training_batch
+from data.batches import Batch, evaluation_batches, training_batch
 from data.tokenizer import NoTokenizer, Tokenizer
 from files import BadInput, lock_file, require, warn
 from machine import distributed
@@ -41,7 +41,7 @@ from runtime.parallel import Parallel, matrices_on_meta
 from runtime.plugins import command_to_type, import_files, import_flags
 from runtime.progress import Progress, losses_line
 from runtime.run import Run, describe_run, open_run
-from runtime.run_dir import LOCK, check_has_no_run, read_rows
+from runtime.run_dir import LOCK, Row, check_has_no_run, read_rows
 from runtime.watch import Watch
 from sampling import TextStream, generate
 
@@ -56,7 +56,7 @@ SHARDED_SAMPLE = 10**8  # weights of the largest sharded model that is sampled: 
 
 
 def accumulate_gradients(
-    objective: Callable, pairs: Iterable[tuple[Tensor, Tensor]], count: int, dtype: torch.dtype, scaler: GradScaler
+    objective: Callable, pairs: Iterable[Batch], count: int, dtype: torch.dtype, scaler: GradScaler
 ) -> dict[str, Tensor]:
     """Forward and backward of `count` pairs of inputs and targets. Returns the means of the terms of the objective."""
     means: dict[str, Tensor] = {}
@@ -411,7 +411,7 @@ class Trained(NamedTuple):
     folder: Path
     model: Llama
     tokenizer: Tokenizer
-    rows: list[dict[str, Any]]
+    rows: list[Row]
 
 
 def train(**options: Any) -> Trained:
@@ -429,11 +429,10 @@ def train(**options: Any) -> Trained:
     with distributed.process_group():
         run = open_run(asked, ["train.py", *import_flags(), *to_flags(asked)])
         trainer = execute(run)
-    rows = read_rows(run.folder / "metrics.jsonl")
-    return Trained(run.folder, trainer.model.eval(), run.data.tokenizer, rows)
+    return Trained(run.folder, trainer.model.eval(), run.data.tokenizer, read_rows(run.folder / "metrics.jsonl"))
 
 
-def execute(run: Run) -> "Trainer":
+def execute(run: Run) -> Trainer:
     """Train a resolved run, with its folder locked."""
     with ExitStack() as lock:
         with bad_input():

@@ -65,9 +65,8 @@ def check_kernels(device: torch.device) -> None:
     earlier = [(kind, int(number) // 10) for kind, number in compiled if int(number) <= 10 * major + minor]
     # Machine code (sm) runs on later cards of the same generation, PTX (compute) on all later ones.
     found = any(kind == "compute" or generation == major for kind, generation in earlier)
-    card = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
-    reason = f"torch {torch.__version__} has no kernels for it: see docs/gpu.md, or use --device cpu"
-    require(found, f"{card}, and {reason}")
+    lacks = f"torch {torch.__version__} has no kernels for it: see docs/gpu.md, or use --device cpu"
+    require(found, f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, and {lacks}")
 
 
 # --- dtypes and kernels ----------------------------------------------------------------------------------------------

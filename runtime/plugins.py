@@ -69,8 +69,8 @@ def import_flags() -> list[str]:
 
 def command_to_type(script: str, *arguments: str) -> str:
     """A command of this project that the user can paste where this one was started, with the same imports."""
-    path = script if Path.cwd() == ROOT else str(ROOT / script)
-    return shlex.join(["python", path, *arguments, *import_flags()])
+    path = script if Path.cwd() == ROOT else ROOT / script
+    return shlex.join(["python", str(path), *arguments, *import_flags()])
 
 
 @torch.no_grad()

@@ -29,8 +29,7 @@ class Progress(ExitStack):
             description = continued(run.earlier, description, step)
             keep_rows(run.folder / "metrics.jsonl", step)  # before a new --save-every is in run.json
         write_run_file(run.folder / "run.json", description)
-        tracker = self.enter_context(open_tracker(config.log, run.folder, description, step))
-        self.log = Log(run.folder, step, tracker)
+        self.log = Log(run.folder, step, self.enter_context(open_tracker(config.log, run.folder, description, step)))
         bar = tqdm(total=config.steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
         self.bar = self.enter_context(bar)
         self.printed = self.reported = time.perf_counter()
