@@ -87,7 +87,7 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     if options.ladder:
         arms = ladder(options.ladder, arms, shared, TOKENS_PER_PARAMETER if tokens is None else tokens)
     devices = resolve_devices(asked["device"]) if "device" in asked else ("",)
-    on_device = shared | ({"device": devices[0]} if devices[0] else {})  # each run gets one
+    on_device = shared | {"device": devices[0]}  # each run gets one
     configs = resolve_arms(arms, on_device)
     settings = [(arm.factors, compared(fields_of(*each)) | REMOVED) for arm, each in configs.items()]
     for _, each in settings:  # as at 5a132b0, so that its folders keep their names

@@ -32,8 +32,7 @@ def main(arguments: list[str]) -> None:
         records = find_records(folders)
         name = f"compare-{digest([str(folder.resolve()) for folder in folders])[:8]}"
         out = Path(asked.get("out") or RUNS_FOLDER / name)
-        of_runs = (out / "run.json").exists() or (out / "cells").exists()
-        taken = of_runs or out.resolve() in map(Path.resolve, folders)
+        taken = (out / "run.json").exists() or (out / "cells").exists() or out.resolve() in map(Path.resolve, folders)
         require(not taken, f"--out {out} holds runs, with a report of their own; choose another folder")
         out.mkdir(parents=True, exist_ok=True)
     summary = make_report(out, records)

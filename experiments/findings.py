@@ -129,8 +129,9 @@ class Group:
     def text(self) -> tuple[str, ...]:
         """What runs must share besides the seed to be paired. Where that is not known, the folder."""
         first = self.runs[0]
-        folder = first.options.get("folder", first.folder)
-        return tuple(first.options.get(name, UNNAMED[name]) for name in PAIRED_BY) if first.known else (folder,)
+        if not first.known:
+            return (first.options.get("folder", first.folder),)
+        return tuple(first.options.get(name, UNNAMED[name]) for name in PAIRED_BY)
 
     @property
     def lost(self) -> str:

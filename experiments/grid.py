@@ -167,8 +167,7 @@ class Grid:
 
         Where Linux's `setpriv` is installed, it gets SIGTERM when this process is killed.
         """
-        log = self.log(cell)
-        with open(log, "wb") as file:
+        with open(self.log(cell), "wb") as file:
             return subprocess.Popen(
                 [*END_WITH_PARENT, *self.command(cell, device)],
                 env=os.environ | self.environment(),

@@ -23,14 +23,10 @@ METRICS = {"train_loss": "training loss (nats per token)", "val_bpb": "validatio
 
 def arm_styles(arms: Iterable[Arm]) -> dict[str, Style]:
     """Each arm's style, by its name. Color, marker and line go round at their own pace, so no two are soon the same."""
-    styles = {}
-    for number, arm in enumerate(arms):
-        styles[arm.name] = {
-            "color": COLORS[number % len(COLORS)],
-            "marker": MARKERS[number % len(MARKERS)],
-            "linestyle": LINES[number % len(LINES)],
-        }
-    return styles
+    tables = {"color": COLORS, "marker": MARKERS, "linestyle": LINES}
+    return {
+        arm.name: {key: table[number % len(table)] for key, table in tables.items()} for number, arm in enumerate(arms)
+    }
 
 
 def wrapped(text: str, length: int = LINE_LENGTH) -> str:

@@ -123,8 +123,10 @@ def span(values: Sequence[float], show: Callable[[float], str] = millions) -> st
 
 def relative_costs(found: Comparison, name: str, of_a_step: bool = False) -> dict[Arm, float]:
     """A cost of each arm, of a run or of a step, over that of what it is compared with. NaN if it is not known."""
-    runs = {arm: group.runs[0] for arm, group in found.arms.items()}
-    costs = {arm: run.costs[name] / (run.steps if of_a_step else 1) for arm, run in runs.items()}
+    costs = {}
+    for arm, group in found.arms.items():
+        run = group.runs[0]
+        costs[arm] = run.costs[name] / (run.steps if of_a_step else 1)
     return {arm: each / costs[found.baselines[arm]] for arm, each in costs.items()}
 
 
@@ -217,11 +219,9 @@ def search_table(found: Comparison) -> str:
             tried = [run for run in runs if run.lr == lr]
             mean = mean_of(tried)
             row.append("diverged" if mean == NONE and any(run.diverged for run in tried) else mean)
-        best = regret = NONE
         if group := found.arms.get(arm):
-            best = f"{group.runs[0].lr:g}"
-            regret = "optimum not found" if group.regret is None else f"{group.regret:.4f}"
-        rows.append([*row, best, regret])
+            row += [f"{group.runs[0].lr:g}", "optimum not found" if group.regret is None else f"{group.regret:.4f}"]
+        rows.append(row if group else [*row, NONE, NONE])
     return table(["arm", *(f"{lr:g}" for lr in lrs), "reported at", "regret"], rows)
 
 
