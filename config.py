@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from files import is_a, require
+from files import Json, is_a, require
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS, Site, check_placement
 from norms.registry import Traits
 from recipes import RECIPES
 
-Asked = dict[str, Any]  # options by the names of fields, "preset" and "recipe"; or arguments of a norm or placement
+Asked = Json  # options by the names of fields, "preset" and "recipe"; or arguments of a norm or placement
 
 MAX_SIZE = 2**31 - 1  # File formats use 32-bit integers for every dimension.
 MAX_LAYERS = 1 << 12  # Python builds a thousand in two seconds.
@@ -448,10 +448,7 @@ def changed_options(before: Asked, model: ModelConfig, training: TrainConfig) ->
 
 
 def check_fields(given: Asked, source: str, others: Asked | None = None) -> None:
-    """Raise ValueError, naming `source` and the option, unless these are options with values of the right types.
-
-    `others` has the types of options that are not fields.
-    """
+    """Raise ValueError, naming `source` and the option, unless all are fields or `others`, and of their types."""
     kinds = {name: each.type for name, each in FIELDS.items()} | (others or {})
     for name, value in given.items():
         require(name in kinds, f"{source}: {name!r} ({as_text(value)}) is not an option of this version")

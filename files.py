@@ -76,7 +76,7 @@ def read_json(path: Path, kind: Any) -> Any:
     return value
 
 
-def write_ours(path: Path, format: Any, content: Json) -> None:
+def write_ours(path: Path, content: Json, format: Any) -> None:
     """Write JSON for `read_ours`, with a digest and its format: a version or, in a cache, what it was made from."""
     content = {"format": format} | content
     write_atomically(path, json.dumps(content | {"sha256": digest(content)}, indent=2) + "\n")

@@ -57,8 +57,7 @@ def decayed_gains(model: Llama, which: str) -> list[Tensor]:
     "output" are those norms whose result is, or is added to, the residual stream. "input" are the others around a
     sublayer, and that before the head. Only "all" has those on queries, keys, values, the embedding, and in sublayers.
     """
-    parts: dict[str, list[Any]] = {"none": [], "output": [], "all": [model]}
-    parts["input"] = [model.final_norm]
+    parts: dict[str, list[Any]] = {"none": [], "input": [model.final_norm], "output": [], "all": [model]}
     blocks: Any = model.layers
     for block in blocks:
         for residual in (block.attention_residual, block.mlp_residual):

@@ -64,7 +64,7 @@ class Corpus:
             if not record:
                 before = len(warned)
                 record = self._read[0] | {"said": warned[before:]}
-                write_ours(index, self._key, record)
+                write_ours(index, record, self._key)
         for line in record["said"]:
             warn(line)
         self.hash, self.sizes = record["hash"], record["sizes"]

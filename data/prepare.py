@@ -112,13 +112,13 @@ def _build(folder: Path, corpus: Corpus, vocab_size: int, tokenizer: Tokenizer |
             print(f"training a tokenizer with --vocab-size {vocab_size}", file=sys.stderr)
             tokenizer = train_tokenizer(corpus.chunks("train"), vocab_size)
             tokenizer.save(part)
-            write_ours(part / RECORD, folder.name, {"tokenizer": tokenizer.hash})
+            write_ours(part / RECORD, {"tokenizer": tokenizer.hash}, folder.name)
         record = {"tokenizer": tokenizer.hash} | _write_tokens(part, corpus, tokenizer)
     except ValueError:
         shutil.rmtree(part)
         raise
     (part / PROGRESS).unlink(missing_ok=True)
-    write_ours(part / RECORD, folder.name, record)
+    write_ours(part / RECORD, record, folder.name)
     shutil.rmtree(folder, ignore_errors=True)  # exists only if it was damaged
     part.rename(folder)
     return _open(folder, corpus, tokenizer)
@@ -138,7 +138,7 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer | None) -> Prepared
             if record.get("files", hashes) != hashes:
                 return None
             with suppress(OSError):  # a cache that was copied, perhaps to where nothing can be written
-                write_ours(folder / RECORD, folder.name, record | {"files": hashes, "stat": stat})
+                write_ours(folder / RECORD, record | {"files": hashes, "stat": stat}, folder.name)
         train, val = (map_tokens(file, _dtype(tokenizer)) for file in files)
         return Prepared(train, val, record["val_gzip_bpb"], tokenizer, corpus.name, corpus.hash, record["lost"])
     except (OSError, ValueError, KeyError):
@@ -204,7 +204,7 @@ def _write_tokens(folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> dict[st
             if number % SAVE_EVERY == 0:
                 for path in paths.values():
                     sync(path)
-                write_ours(folder / PROGRESS, folder.name, progress)
+                write_ours(folder / PROGRESS, progress, folder.name)
     files = [map_tokens(path, dtype) for path in paths.values()]
     if taken < size:
         warn(f"gzip -9 has compressed {taken:,} of {size:,} bytes of validation text, in evenly spaced parts")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config import as_text
-from files import write_atomically
+from files import Json, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,6 +84,6 @@ def image_of(plot: "Figure", kind: str) -> bytes:
     return image.getvalue()
 
 
-def settings_list(values: dict[str, Any]) -> str:
+def settings_list(values: Json) -> str:
     """HTML: a line per setting."""
     return preformatted("\n".join(f"{name}: {as_text(value)}" for name, value in values.items()))

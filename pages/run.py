@@ -43,10 +43,7 @@ def plot_loss(rows: list[Row], gzip_bpb: float | None) -> "Figure":
 
 
 def plot_streams(arms: Mapping[str, list[Row]], styles: Mapping[str, Style] = {}) -> "Figure":
-    """RMS of the residual stream after each sublayer, at the first step and at the last: a line for each arm.
-
-    `arms` have the rows of a `watch.jsonl`.
-    """
+    """RMS of the residual stream after each sublayer, at the first and the last step of each arm's `watch.jsonl`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

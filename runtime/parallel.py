@@ -13,10 +13,7 @@ from machine import distributed
 
 
 class Parallel:
-    """The objective of `model`, which may be `compiled`, with gradients averaged over the ranks.
-
-    Every rank holds the whole model (DDP), or with `shard` a part of every tensor, and gathers a block's (FSDP2).
-    """
+    """The objective of `model`, which may be `compiled`, with gradients averaged over the ranks."""
 
     def __init__(self, model: Any, shard: bool, device: torch.device, dtype: torch.dtype, compiled: bool = False):
         self.model, self.shard = model, shard

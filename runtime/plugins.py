@@ -17,14 +17,13 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from config import ModelConfig
-from files import ROOT, one_line, require, sha256, warn
+from files import ROOT, Json, one_line, require, sha256, warn
 from machine import distributed
 from machine.process import bad_input
 from norms import KINDS, TRAITS, build_norm
 from norms.placement import PLACEMENTS
 
-ImportRecord = dict[str, Any]  # what run.json and config.json say about an imported file
-IMPORTED: dict[Path, ImportRecord] = {}
+IMPORTED: dict[Path, Json] = {}  # what run.json and config.json say about each imported file
 
 
 def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -> None:
@@ -114,12 +113,12 @@ def _apply(norm: nn.Module, tokens: Tensor, named: str) -> Tensor:
     return y.nan_to_num()
 
 
-def import_records() -> list[ImportRecord]:
+def import_records() -> list[Json]:
     """What was imported: name and SHA-256 of each file, and what it registered. A file may change anything else too."""
     return [*IMPORTED.values()]
 
 
-def check_imports(records: list[ImportRecord], added: bool = False) -> list[str]:
+def check_imports(records: list[Json], added: bool = False) -> list[str]:
     """A line for each imported file that differs from that in a model's `records`, or with `added` is not in them.
 
     Raises ValueError if one of theirs is not imported: it may have changed anything.
@@ -135,7 +134,7 @@ def check_imports(records: list[ImportRecord], added: bool = False) -> list[str]
     return lines
 
 
-def warn_of_imports(records: list[ImportRecord], added: bool) -> None:
+def warn_of_imports(records: list[Json], added: bool) -> None:
     """`check_imports`, and print what differs, once per process."""
     for line in check_imports(records, added):
         warn(f"warning: {one_line(line)}")

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ SAMPLE_HEADING = "----- step {} -----\n"
 RunFile = Json  # the contents of a run.json
 Row = Json  # a line of a .jsonl
 Tracker = Callable[[Row], None]
+write_run_file = partial(write_ours, format=RUN_FORMAT)  # path, run
 
 
 def newest_run() -> Path:
@@ -51,11 +53,6 @@ def make_run_dir(out: Path | None, name: str) -> Path:
         except FileExistsError:
             require(folder != out, f"--out {folder} is a file; name a folder")
         number += 1
-
-
-def write_run_file(path: Path, run: RunFile) -> None:
-    """Write a run.json, with its format and its checksum."""
-    write_ours(path, RUN_FORMAT, run)
 
 
 def read_run_file(path: Path) -> RunFile:

@@ -10,12 +10,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from config import DEFAULTS, ROPE_SCALING, ModelConfig, combine
-from files import is_a, require, warn
+from files import Json, is_a, require, warn
 from norms import KINDS
 from recipes import RECIPES
 from runtime.huggingface.weights import Layout
-
-Fields = dict[str, Any]  # a configuration, or a part of one
 
 OWN_TYPE = "normal-llama"  # the model_type of a model that no architecture expresses
 OWN = "normal_llama"  # the key of our configuration in config.json
@@ -30,7 +28,7 @@ SIZES = {  # theirs, ours
     "head_dim": "head_dim",
     "max_position_embeddings": "context",
 }
-# Fields where null is off, not the default.
+# Json where null is off, not the default.
 NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor")
 CARRIED = {  # fields of some architectures, and our options that say the same
     "partial_rotary_factor": "rotary_fraction",
@@ -81,9 +79,9 @@ class Architecture:
 
     name: str
     eps: str = "rms_norm_eps"
-    defaults: Fields = field(default_factory=dict)
+    defaults: Json = field(default_factory=dict)
     has: tuple[str, ...] = ()
-    ours: Fields = field(default_factory=dict)
+    ours: Json = field(default_factory=dict)
     square: bool = False
     window: str = ""
     names: dict[str, str] = field(default_factory=dict)
@@ -92,8 +90,8 @@ class Architecture:
 
 ALSO_CARRIED = ("eps", "cast_order")  # arguments of a norm; the order of casts changes rounding only
 NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "zero_centered": False, "eps": 1e-5}
-# Fields that we compute at one value only, of any architecture, or of some that have this default.
-COMMON: Fields = {"is_causal": True, "partial_rotary_factor": 1.0}
+# Json that we compute at one value only, of any architecture, or of some that have this default.
+COMMON: Json = {"is_causal": True, "partial_rotary_factor": 1.0}
 COMMON |= dict.fromkeys(["clip_qkv", "attn_logit_softcapping", "quantization_config"])
 COMMON |= dict.fromkeys(["hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"], 0.0)
 COMMON |= dict.fromkeys(["attention_out_bias", "mlp_bias", "use_bias", "use_qkv_bias"], False)
@@ -159,12 +157,12 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-def _ours(model_type: str) -> Fields:
+def _ours(model_type: str) -> Json:
     recipe = RECIPES[model_type.removesuffix("_text")]
     return combine({"norm_args": {"elementwise_affine": True}}, recipe, ARCHITECTURES[model_type].ours)
 
 
-def _fixed(model_type: str, config: ModelConfig) -> Fields:
+def _fixed(model_type: str, config: ModelConfig) -> Json:
     """The fields that we compute at one value only, besides those in COMMON."""
     architecture, activation = ARCHITECTURES[model_type], THEIR_ACTIVATIONS[config.activation]
     fixed = {"attention_bias": config.attention_bias, "attention_dropout": 0.0, "hidden_act": activation}
@@ -198,14 +196,14 @@ def _nearest(config: ModelConfig) -> str:
     return min(names, key=lambda name: len(_differences(config, name)))
 
 
-def to_theirs(config: ModelConfig) -> Fields:
+def to_theirs(config: ModelConfig) -> Json:
     """The fields of Hugging Face's configuration that say what the model computes. Raises ValueError if none can."""
     nearest = _nearest(config)
     architecture = ARCHITECTURES[nearest]
     differences = _differences(config, nearest)
     reason = f"{architecture.name}, the nearest, has {', '.join(differences)}"
     require(not differences, f"no Hugging Face architecture computes this: {reason}")
-    theirs: Fields = {"model_type": nearest, "architectures": [f"{architecture.name}ForCausalLM"]}
+    theirs: Json = {"model_type": nearest, "architectures": [f"{architecture.name}ForCausalLM"]}
     theirs |= {name: getattr(config, ours) for name, ours in SIZES.items()}
     theirs["max_position_embeddings"] = longest = max(config.context, config.trained_context or 0)
     theirs |= {"tie_word_embeddings": config.tie_embeddings, "rope_theta": config.rope_theta}
@@ -215,7 +213,7 @@ def to_theirs(config: ModelConfig) -> Fields:
         value = getattr(config, CARRIED[name])
         theirs[name] = None if name in NULLABLE and not value else value
     theirs |= {name: FOLDED[name][0](config) for name in FOLDED.keys() & architecture.has}
-    rope: Fields = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else {}
+    rope: Json = {"rope_type": "llama3"} | config.rope_scaling if config.rope_scaling else {}
     if rope and rope["original_max_position_embeddings"] % 1 == 0:  # transformers asks for an integer
         rope["original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
     theirs["rope_scaling"] = rope or None  # the spelling of transformers 4, which 5 reads too
@@ -226,7 +224,7 @@ def to_theirs(config: ModelConfig) -> Fields:
     return theirs | _fixed(nearest, config)
 
 
-def from_theirs(theirs: Fields) -> ModelConfig:
+def from_theirs(theirs: Json) -> ModelConfig:
     """Our configuration for one of Hugging Face's. Raises ValueError, naming the field, for what we do not compute."""
     model_type = theirs.get("model_type", "")
     require(model_type in ARCHITECTURES, f"model_type {model_type!r} is not supported; {', '.join(ARCHITECTURES)} are")
@@ -273,7 +271,7 @@ def from_theirs(theirs: Fields) -> ModelConfig:
     return config if _nearest(config) == model_type else replace(config, model_type=model_type)
 
 
-def layout(theirs: Fields, config: ModelConfig) -> Layout:
+def layout(theirs: Json, config: ModelConfig) -> Layout:
     """How the weights of `config` are stored beside the configuration `theirs`."""
     model_type = theirs["model_type"]
     factors: dict[str, float] = {}
@@ -289,7 +287,7 @@ def layout(theirs: Fields, config: ModelConfig) -> Layout:
     return Layout(config, architecture.names, architecture.interleaved, factors)
 
 
-def _with_defaults(theirs: Fields) -> Fields:
+def _with_defaults(theirs: Json) -> Json:
     """Without fields that are null, and with the architecture's defaults for missing ones."""
     model_type = theirs["model_type"]
     off = theirs.keys() & NULLABLE
@@ -301,7 +299,7 @@ def _with_defaults(theirs: Fields) -> Fields:
     return theirs
 
 
-def _rope(theirs: Fields) -> Fields:
+def _rope(theirs: Json) -> Json:
     """The fields of the rotary positions as our configuration has them, from the spelling of transformers 4 or 5."""
     rope, parameters = theirs.get("rope_scaling") or {}, theirs.get("rope_parameters") or {}
     if ARCHITECTURES[theirs["model_type"]].window == "layer_rope":  # transformers merges both, by layer type
@@ -322,7 +320,7 @@ def _rope(theirs: Fields) -> Fields:
     }
 
 
-def _number(given: Fields, name: str, default: float | None) -> float:
+def _number(given: Json, name: str, default: float | None) -> float:
     value: Any = default if given.get(name) is None else given[name]
     require(is_a(value, float) and math.isfinite(value), f"{name} must be a number, not {value!r}")
     return float(value)

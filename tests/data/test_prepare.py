@@ -126,8 +126,8 @@ def test_a_stopped_preparation_is_continued(tmp_path, monkeypatch, kind, capsys)
     whole = prepare_in(tmp_path / "whole")
     done: list[int] = []
 
-    def write_and_stop(path: Path, format: str, content: dict) -> None:
-        write_ours(path, format, content)
+    def write_and_stop(path: Path, content: dict, format: str) -> None:
+        write_ours(path, content, format)
         if path.name == preparing.PROGRESS:
             done.append(content["done"])
             if len(done) in (1, 3, 6, 7, 10, 12):
