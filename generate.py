@@ -44,19 +44,16 @@ def main(arguments: list[str] | None = None) -> None:
     add_options(parser, Options)
     with exit_codes("--samples or --tokens"):
         import_first(parser, arguments)
-        given = parser.read(arguments)
         with bad_input():
-            options = Options(**given)
+            options = Options(**parser.read(arguments))
             device = pick_device(options.device)
             dtype = pick_dtype(options.dtype, device)
-            raw = sys.stdin.buffer.read() if options.prompt == "-" else os.fsencode(options.prompt)
-            prompt = raw.decode()
+            prompt = (sys.stdin.buffer.read() if options.prompt == "-" else os.fsencode(options.prompt)).decode()
             checkpoint, model, tokenizer = open_checkpoint(options.checkpoint, device)
             ids = tokenizer.encode_prompt(prompt)
             max_new_tokens(ids, options, model.config.context)
             cast_matrices(model, dtype)
-            by_c = options.fast and device.type == "cpu"
-            decoder, how = fast_decoder(model, options.samples, by_c, options.compile)
+            decoder, how = fast_decoder(model, options.samples, options.fast and device.type == "cpu", options.compile)
         print(f"{checkpoint} on {device} in {str(dtype).removeprefix('torch.')}{how}", file=sys.stderr)
         with autocast(device, dtype, cache=True):
             stream = stream_text(model, tokenizer, ids, options, options.samples, options.stop, decoder)

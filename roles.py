@@ -26,8 +26,8 @@ class Role:
 
 
 EMBEDDING = Role("embedding", hidden=False, low_precision=False)
-ROLES = [EMBEDDING, *map(Role, ("query", "key", "value", "gate", "up")), Role("head", hidden=False)]
-ROLES += [Role("attention_gate"), Role("attention_out", into_stream=True), Role("down", into_stream=True)]
+ROLES = [EMBEDDING, *map(Role, ("query", "key", "value", "gate", "up", "attention_gate")), Role("head", hidden=False)]
+ROLES += [Role("attention_out", into_stream=True), Role("down", into_stream=True)]
 ROLES += [Role("stream_map", low_precision=False)]
 
 

@@ -63,8 +63,7 @@ def cast_matrices(model: Llama, dtype: torch.dtype) -> None:
         role = getattr(module, "role", None)
         for name, weight in module.named_parameters(recurse=False):
             matrix = name == "weight" and role and role.low_precision
-            cast = weight.to(dtype if matrix else torch.float32)
-            setattr(module, name, nn.Parameter(cast, requires_grad=False))
+            setattr(module, name, nn.Parameter(weight.to(dtype if matrix else torch.float32), requires_grad=False))
 
 
 def generate(
@@ -109,9 +108,8 @@ def stream_ids(
     """Yield the next token id of each sample, which continues its row of `prompts` (B, T), until all have ended.
 
     The `decoder` computes the logits: the model itself, or faster code that has its `new_cache` and `next_logits`.
-    A sample ends with an id of `ends` and then repeats it. Each sample has its own random numbers, a function of the
-    seed and its index, so it does not depend on the other samples. No global random state is touched. Raises
-    ValueError, before the first token, if the context is too short, and NotFinite if a logit is NaN or infinite.
+    Each sample has its own random numbers, a function of the seed and its index, so it does not depend on the other
+    samples. No global random state is touched. `ends` and errors are those of `generate`.
 
     A GPU computes the next token while Python reads this one, so it may compute one that nobody needs. A CPU does not,
     so that a slow model shows each token at once.

@@ -423,8 +423,7 @@ def train(**options: Any) -> Trained:
     if missing := missing_packages():  # such as matplotlib, which draws at the end
         raise BadInput(missing)
     set_up_cpu()
-    others = {"preset": str, "recipe": str, "config": str, "resume": bool, "import": list[str]}
-    asked = read_keywords(options, others)
+    asked = read_keywords(options, {"preset": str, "recipe": str, "config": str, "resume": bool, "import": list[str]})
     import_files(asked.pop("import", ()))
     with distributed.process_group():
         run = open_run(asked, ["train.py", *import_flags(), *to_flags(asked)])

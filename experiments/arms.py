@@ -95,7 +95,7 @@ def resolve_factors(norms: Sequence[str], placements: Sequence[str], others: Seq
         levels = factors.get(name, [])
         require(all(levels) and len(set(levels)) == len(levels), f"{flag} needs distinct values, not {levels}")
         require(name not in shared, f"{flag_name(name)} is for a single run; list all values with {flag}")
-    return [Arm.of(**dict(zip(factors, levels, strict=True))) for levels in product(*factors.values())]
+    return [Arm(tuple(zip(factors, levels, strict=True))) for levels in product(*factors.values())]
 
 
 def ladder(widths: Sequence[int], arms: Sequence[Arm], shared: Asked, tokens_per_parameter: float) -> list[Arm]:

@@ -196,8 +196,6 @@ def columns_of(finding: Finding) -> list[str]:
 
 def comparison_table(found: Comparison) -> str:
     """A row for each arm: the difference and the verdict first, then what they rest on."""
-    titles = ["arm", f"difference from {found.against} (n)", "verdict", "p", "detectable"]
-    titles += ["val_bpb (n)", "lr", "diverged", "relative FLOPs", "relative time"]
     relative = [relative_costs(found, name) for name in ("FLOPs", "time")]
     rows = []
     for arm in found.ordered:
@@ -206,7 +204,8 @@ def comparison_table(found: Comparison) -> str:
         diverged = f"{sum(run.diverged for run in runs)} of {sum(run.ended for run in runs)}"
         costs = [NONE if math.isnan(each[arm]) else f"{each[arm]:.2f}" for each in relative]
         rows.append([arm.name, *columns, mean_of(runs), f"{runs[0].lr:g}", diverged, *costs])
-    return table(titles, rows)
+    effect = ("arm", f"difference from {found.against} (n)", "verdict", "p", "detectable")
+    return table([*effect, "val_bpb (n)", "lr", "diverged", "relative FLOPs", "relative time"], rows)
 
 
 def search_table(found: Comparison) -> str:

@@ -39,8 +39,7 @@ def process_group() -> Iterator[None]:
         # After a restart, torchrun's store still has the addresses of the ranks that are gone. On several machines the
         # number of restarts may differ.
         store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    backend = "cpu:gloo,cuda:nccl" if cards else "gloo"
-    dist.init_process_group(backend, store=store, rank=number, world_size=count)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cards else "gloo", store=store, rank=number, world_size=count)
     try:
         yield
     except BaseException as error:

@@ -60,8 +60,7 @@ def open_run(asked: Asked, command: list[str]) -> Run:
         run = find_run(asked, command, launch)
     run.config = distributed.from_main(lambda: run.config)  # machines may differ
     if run.earlier is None and not asked.get("eval_only"):
-        out = run.folder if asked.get("out") else None
-        run.folder = distributed.from_main(make_run_dir, out, run.folder.name)
+        run.folder = distributed.from_main(make_run_dir, run.folder if asked.get("out") else None, run.folder.name)
     torch.set_float32_matmul_precision("high" if run.config.tf32 else "highest")
     return run
 

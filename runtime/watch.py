@@ -117,9 +117,7 @@ def max_logit(q: Tensor, k: Tensor) -> float:
     length, heads = q.shape[1:3]
     k = k.repeat_interleave(heads // k.shape[2], dim=2)  # B T H D
     future = torch.full((length, length), -math.inf, device=q.device).triu(1)
-    largest = []
     with torch.autocast(q.device.type, enabled=False):
-        for q_one, k_one in zip(q.float(), k.float(), strict=True):  # one sequence at a time, for memory
-            logits = torch.einsum("qhd,khd->hqk", q_one, k_one) + future
-            largest.append(logits.max().item())
-    return max(largest) / math.sqrt(q.shape[-1])
+        sequences = zip(q.float(), k.float(), strict=True)  # one at a time, for memory
+        largest = max((torch.einsum("qhd,khd->hqk", *each) + future).max().item() for each in sequences)
+    return largest / math.sqrt(q.shape[-1])
