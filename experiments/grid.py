@@ -108,8 +108,11 @@ class Grid:
                 values |= {"machine": machine_of(run), "commit": commits_of(run)}
                 run["corpus"]["name"] = self.data.corpus_name  # a text may have several names, but has one hash
                 here, there = UNNAMED | settings, UNNAMED | settings_of(run)
-                changed = [name for name in here if here[name] != there[name] and name != "imports"]
-                problems = [f"has {flag_name(name)} {there[name]}, not {here[name]}" for name in changed]
+                problems = [
+                    f"has {flag_name(name)} {there[name]}, not {here[name]}"
+                    for name in here
+                    if here[name] != there[name] and name != "imports"
+                ]
                 problems += check_imports(run["imports"])
                 require(not problems, f"the run in {folder} {'; '.join(problems)}; choose another --out")
         values |= {"search": cell.seed not in self.seeds, "run": cell.name, "folder": str(self.folder)}

@@ -2,16 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from textwrap import fill
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from experiments.findings import BETTER, WORSE, Finding
 from experiments.records import Arm, Record, grouped
-from pages.html import WIDTH, Style
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from pages.html import Plot, Style, new_plot
 
 # Those of Matplotlib, darker where a color has no contrast of 3 : 1 on white or, inverted, in dark mode.
 COLORS = ["C0", "#d86600", "C2", "C3", "C4", "C5", "#c0509a", "C7", "#808000", "#008ca0"]
@@ -33,17 +29,15 @@ def wrapped(text: str, length: int = LINE_LENGTH) -> str:
     return fill(text.replace("$", r"\$"), length)  # which is no formula
 
 
-def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[str, Style]) -> "Figure":
+def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[str, Style]) -> Plot:
     """A row for each arm: a small dot per seed, and the mean difference with its 95% interval.
 
     An arm has no mean if one of its runs, or of the baseline's, diverged or has not ended: that of the remaining seeds
     could be too good.
     """
-    from matplotlib.figure import Figure  # here and below because it takes half a second
-
     names = [wrapped(arm.name, LINE_LENGTH // 2) for arm in found]
     breaks = max(name.count("\n") for name in names)
-    figure = Figure(figsize=(WIDTH, 1.6 + 0.2 * (2 + breaks) * len(found)), layout="constrained")
+    figure = new_plot(1.6 + 0.2 * (2 + breaks) * len(found))
     axes = figure.subplots()
     for height, (arm, finding) in enumerate(found.items()):
         style = styles[arm.name] | {"linestyle": ""}
@@ -61,13 +55,12 @@ def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[s
     return figure
 
 
-def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str) -> "Figure":
+def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str) -> Plot:
     """Each arm's mean training loss and val_bpb over the steps that all its runs logged."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     arms = grouped((run.arm, run) for run in runs)
-    figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
+    figure = new_plot(5.4)
     column = figure.subplots(len(METRICS), 1, sharex=True)
     for axes, metric in zip(column, METRICS, strict=True):
         for arm, group in arms.items():
@@ -84,7 +77,7 @@ def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str)
     return figure
 
 
-def add_legend(plot: "Figure") -> None:
+def add_legend(plot: Plot) -> None:
     """The names of the lines, below all panels. The figure grows by as much."""
     lines, names = plot.axes[0].get_legend_handles_labels()
     names = [*map(wrapped, names)]

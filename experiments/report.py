@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from experiments.costs import PRECISE
 from experiments.findings import AS_GOOD, MARGIN, NO_VERDICT, SEEDS, VERDICTS, Comparison, Finding, compare
@@ -17,12 +16,9 @@ from experiments.rates import POINTS, WINDOW
 from experiments.records import COSTS, Arm, Record, final_bpb, grouped, name_arms, rows_of, shown
 from experiments.statistics import ALPHA
 from files import write_atomically
-from pages.html import details, figure, page, save_plot, settings_list
+from pages.html import Plot, details, figure, page, save_plot, settings_list
 from pages.run import plot_streams
 from runtime.run_dir import Row, read_rows
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NONE = "–"
 INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
@@ -329,7 +325,7 @@ def seeds_of(found: Comparison) -> str:
     return f"seeds {', '.join(map(str, sorted({run.seed for run in found.runs})))}"
 
 
-def figures_of(found: Comparison) -> dict[str, "Figure"]:
+def figures_of(found: Comparison) -> dict[str, Plot]:
     """The plots of a report, by the names of their files."""
     figures = {}
     styles = arm_styles(found.arms)

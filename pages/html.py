@@ -5,15 +5,13 @@ import io
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from config import as_text
 from files import Json, write_atomically
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 WIDTH = 5.5  # inches of a figure: the text of a paper is as wide, and letters are large enough on a phone
+Plot = Any  # a figure of matplotlib
 Style = dict[str, Any]  # keywords of matplotlib, for a line or a legend
 # Colors follow the browser's light or dark theme. Wide tables scroll below their first column; a shadow says so.
 STYLE = """
@@ -57,7 +55,14 @@ def preformatted(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 
-def figure(plot: "Figure", alt: str) -> str:
+def new_plot(height: float, layout: str | None = "constrained") -> Plot:
+    """A figure so many inches high."""
+    from matplotlib.figure import Figure  # imported here because it takes half a second
+
+    return Figure(figsize=(WIDTH, height), layout=layout)
+
+
+def figure(plot: Plot, alt: str) -> str:
     """A matplotlib figure as SVG in an `img`, inverted in the dark theme. `alt` says in words what it shows."""
     data = base64.b64encode(image_of(plot, "svg")).decode()
     return f'<figure><img src="data:image/svg+xml;base64,{data}" alt="{escape(alt)}"></figure>'
@@ -68,14 +73,14 @@ def details(title: str, content: str) -> str:
     return f"<details><summary>{escape(title)}</summary>\n{content}\n</details>"
 
 
-def save_plot(plot: "Figure", path: Path) -> None:
+def save_plot(plot: Plot, path: Path) -> None:
     """Write a plot as PNG, SVG or PDF, as the path ends. Raises OSError, naming the file, if the disk is full."""
     write_atomically(path, image_of(plot, path.suffix[1:]))
 
 
-def image_of(plot: "Figure", kind: str) -> bytes:
+def image_of(plot: Plot, kind: str) -> bytes:
     """A plot as a "png", "svg" or "pdf" file."""
-    from matplotlib import rc_context  # imported here because it takes half a second
+    from matplotlib import rc_context
 
     image = io.BytesIO()
     # SVG has the same bytes for the same plot. Publishers refuse the default fonts of PDF, type 3.

@@ -4,28 +4,22 @@ import shlex
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from files import write_atomically
-from pages.html import WIDTH, Style, details, figure, page, paragraph, preformatted, save_plot, settings_list
+from pages.html import Plot, Style, details, figure, new_plot, page, paragraph, preformatted, save_plot, settings_list
 from runtime.run_dir import SAMPLE_HEADING, Row, read_rows, read_run_file, read_samples
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
-
-def plot_loss(rows: list[Row], gzip_bpb: float | None) -> "Figure":
+def plot_loss(rows: list[Row], gzip_bpb: float | None) -> Plot:
     """Training and validation loss over the steps of a `metrics.jsonl`, next to gzip's bits per byte, if it is known.
 
     The left axis is in nats per token. Once there is an evaluation in bits per byte, the right axis shows these for the
     validation text. It is exact for the validation loss and for gzip; training text may have other bytes per token.
     """
-    from matplotlib.figure import Figure  # imported here because it takes half a second
-
-    plot = Figure(figsize=(WIDTH, 3.6))
-    plot.subplots_adjust(left=0.12, right=0.88, bottom=0.14, top=0.9)  # a layout engine takes twice as long
+    plot = new_plot(3.6, layout=None)  # a layout engine takes twice as long
+    plot.subplots_adjust(left=0.12, right=0.88, bottom=0.14, top=0.9)
     axes = plot.subplots()
     for name, style in (("train_loss", "-"), ("val_loss", "o-")):
         logged = [row for row in rows if name in row]
@@ -42,12 +36,11 @@ def plot_loss(rows: list[Row], gzip_bpb: float | None) -> "Figure":
     return plot
 
 
-def plot_streams(arms: Mapping[str, list[Row]], styles: Mapping[str, Style] = {}) -> "Figure":
+def plot_streams(arms: Mapping[str, list[Row]], styles: Mapping[str, Style] = {}) -> Plot:
     """RMS of the residual stream after each sublayer, at the first and the last step of each arm's `watch.jsonl`."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    plot = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+    plot = new_plot(3.2)
     first, last = plot.subplots(1, 2, sharey=True)
     for arm, rows in arms.items():
         streams = defaultdict(list)  # by step
