@@ -15,7 +15,6 @@ from experiments.compare import main as compare_command
 from files import lock_file
 from machine.process import bad_input, exit_codes
 from runtime.flags import Parser, add_flags, add_options
-from runtime.plugins import import_first
 from runtime.run_dir import LOCK
 
 
@@ -42,7 +41,6 @@ def parse(arguments: list[str]) -> tuple[AblationConfig, Asked]:
     add_options(parser.add_argument_group("comparison"), AblationConfig)
     # Refused later: they are for single runs.
     add_flags(parser, hidden=("norm", "placement", "norm_args", "placement_args", "init_from"))
-    import_first(parser, arguments)
     asked = parser.read(arguments)
     return pop_options(asked, AblationConfig), asked
 

@@ -19,7 +19,6 @@ from files import require, write_atomically
 from machine.device import describe, pick_device, set_up_cpu
 from machine.process import bad_input, exit_codes
 from runtime.flags import Parser, add_flags, add_options
-from runtime.plugins import import_first
 
 WIDTH = 16  # of a column
 # The function of each command and its own options. All but `norms` also take those of train.py.
@@ -54,7 +53,6 @@ def parse(arguments: list[str]) -> tuple[str, Path, Any]:
         subparser = commands.add_parser(name, help=command.__doc__, description=command.__doc__)
         subparser.add_argument("--json", metavar="FILE", help=f"file for the report (default: runs/bench-{name}.json)")
         add_options(subparser, options)
-        import_first(subparser, arguments)
         if name != "norms":
             add_flags(subparser)
     given = parser.read(arguments)

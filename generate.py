@@ -18,7 +18,6 @@ from machine.process import bad_input, exit_codes, write
 from runtime.acceleration import fast_decoder
 from runtime.checkpoint import open_checkpoint
 from runtime.flags import Parser, add_options
-from runtime.plugins import import_first
 from sampling import Sampling, cast_matrices, max_new_tokens, stream_text
 from sampling import generate as generate  # from Python: `from generate import generate`
 
@@ -43,7 +42,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = Parser(prog="generate.py", description="Generate text with a trained model.")
     add_options(parser, Options)
     with exit_codes("--samples or --tokens"):
-        import_first(parser, arguments)
         with bad_input():
             options = Options(**parser.read(arguments))
             device = pick_device(options.device)

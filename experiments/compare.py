@@ -16,7 +16,6 @@ from experiments.report import make_report
 from files import digest, require, warn
 from machine.process import bad_input
 from runtime.flags import Parser
-from runtime.plugins import import_first
 from runtime.run_dir import RUNS_FOLDER, machine_of, read_rows, read_run_file
 
 
@@ -25,7 +24,6 @@ def main(arguments: list[str]) -> None:
     parser = Parser(prog="ablate.py compare", description=main.__doc__)
     parser.add_argument("runs", nargs="+", metavar="DIR", help="of a run or an ablation, or with its runs.csv")
     parser.add_argument("--out", metavar="DIR", help="folder for the results (default: runs/compare-HASH of the runs)")
-    import_first(parser, arguments)
     asked = parser.read(arguments[1:])
     with bad_input():
         folders = [*map(Path, asked["runs"])]

@@ -37,9 +37,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
         (version,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.M)
         self.add_argument("--version", action="version", version=f"normal-llama {version}")
+        help = "Python file that registers norms or placements; may be repeated"
+        self.add_argument("--import", dest="imports", action="append", metavar="FILE.py", help=help)
 
     def read(self, arguments: list[str] | None) -> Asked:
-        """The options that `arguments` set, with values of their types. `--norm-arg eps=1` is {"norm_args": {...}}."""
+        """The options that `arguments` set, with values of their types, such as {"norm_args": {"eps": 1}}."""
+        import_first(arguments)
         given = vars(self.parse_args(arguments))
         with bad_input():
             given.pop("imports", None)  # they have been imported
@@ -69,7 +72,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_train(arguments: list[str] | None) -> Asked:
-    """The options that flags of train.py set. Files of --import are imported. Raises BadInput, naming a bad flag."""
+    """The options that flags of train.py set. Raises BadInput, naming a bad flag."""
     parser = Parser(prog="train.py", description="Train a LLaMA on text, with a choice of norms and placements.")
     fixed = ", ".join(map(flag_name, FIXED_ON_RESUME))
     parser.add_argument(
@@ -85,7 +88,6 @@ def read_train(arguments: list[str] | None) -> Asked:
         "--init-from; on all of --data or --val-data if you pass other text, or on the val.bin of token files",
     )
     add_flags(parser)
-    import_first(parser, arguments)
     return parser.read(arguments)
 
 

@@ -10,7 +10,6 @@ from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from safetensors.torch import load, save
@@ -26,12 +25,10 @@ from norms.placement import PLACEMENTS
 IMPORTED: dict[Path, Json] = {}  # what run.json and config.json say about each imported file
 
 
-def import_first(parser: argparse.ArgumentParser, arguments: list[str] | None) -> None:
-    """Add `--import` to `parser` and import the files of `arguments`, so that the other flags know their norms."""
-    flag: dict[str, Any] = {"dest": "imports", "action": "append", "default": [], "metavar": "FILE.py"}
-    parser.add_argument("--import", help="Python file that registers norms or placements; may be repeated", **flag)
+def import_first(arguments: list[str] | None) -> None:
+    """Import the files that --import names in `arguments`, so that the other flags know their norms."""
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    scan.add_argument("--import", nargs="?", const="", **flag)
+    scan.add_argument("--import", dest="imports", action="append", default=[], nargs="?", const="")
     with bad_input(), distributed.raise_on_all_ranks():
         import_files(scan.parse_known_args(arguments)[0].imports)
 
