@@ -3,13 +3,13 @@
 import csv
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
-from config import DEFAULTS, FIELDS, MAX_SIZE, REMOVED, as_text
+from config import DEFAULTS, FIELDS, MAX_SIZE, REMOVED, Asked, as_text
 from files import digest, one_line, require
 from norms.registry import TRAITS, Traits
 from recipes import RECIPES
@@ -26,8 +26,7 @@ COSTS = ("parameters", "tokens", "flops", "step_time")
 # Options that may follow from others. And those that follow from no recipe, tokenizer or size, nor from their costs.
 FOLLOW: dict[str, tuple[str, ...]] = dict.fromkeys(("heads", "kv_heads", "head_dim", "hidden_dim"), ("dim", "mlp"))
 FOLLOW |= dict.fromkeys(("init", "depth_scaled_init"), ("placement",))
-FREE = FIELDS.keys() - {"dim", "vocab_size", "steps", "warmup", "compile"}
-FREE = FREE.difference(*RECIPES.values())
+FREE = set(FIELDS).difference(["dim", "vocab_size", "steps", "warmup", "compile"], *RECIPES.values())
 
 
 @dataclass(frozen=True)
@@ -143,9 +142,9 @@ def outcome(log: list[Row], steps: int, vocab_size: int) -> Row:
     }
 
 
-def compared(resolved: Mapping[str, Any]) -> dict[str, Any]:
+def compared(resolved: Asked) -> Asked:
     """The options that must match between runs of an arm. The GPU index is ignored."""
-    options = DEFAULTS | dict(resolved)  # an earlier version may lack some
+    options = DEFAULTS | resolved  # an earlier version may lack some
     options["device"] = resolved["device"].partition(":")[0]
     return {name: options[name] for name in options if name not in NOT_COMPARED}
 
