@@ -6,7 +6,7 @@ tuning. Neither has a p-value.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -186,16 +186,16 @@ class Comparison:
         return "the first arm with the same text and batches" if known else "the first arm of its folder"
 
 
-def compare(records: Iterable[Record]) -> Comparison:
+def compare(records: Sequence[Record]) -> Comparison:
     """What is found of runs whose arms `name_arms` has named: `pairs_of` arms, and `trends_of` these in a ladder.
 
     Holm's method corrects all p-values together. One that is missing counts as a comparison that found nothing: which
     runs diverge is chance too, so they must not make the correction of the others milder. Arms with no seed in common
     are no comparison.
     """
-    runs = grouped(((record.search, record.arm), record) for record in records)
-    search = {arm: each for (searched, arm), each in runs.items() if searched}
-    arms = {arm: Group(each, search.get(arm, [])) for (searched, arm), each in runs.items() if not searched}
+    search = grouped((record.arm, record) for record in records if record.search)
+    reported = grouped((record.arm, record) for record in records if not record.search)
+    arms = {arm: Group(runs, search.get(arm, [])) for arm, runs in reported.items()}
     order = [*dict.fromkeys(arm.without_size for arm in arms)]  # the same at all sizes
     last_first = sorted(arms, key=lambda arm: order.index(arm.without_size), reverse=True)
     first = {(arm.size, arms[arm].text): arm for arm in last_first}
@@ -236,8 +236,8 @@ def pairs_of(baselines: Mapping[Arm, Arm]) -> list[Pair]:
     """
     pairs = [*baselines.items()]
     first = next(iter(baselines), Arm())
-    for arm, (index, level) in product(baselines, enumerate(first.factors if not first.size else ())):
-        other = Arm((*arm.factors[:index], level, *arm.factors[index + 1 :]))
+    for arm, (name, value) in product(baselines, () if first.size else first.factors):
+        other = Arm.of(**dict(arm.factors) | {name: value})
         if baselines.get(other) == baselines[arm]:
             pairs.append((arm, other))
     return [(arm, other) for arm, other in dict.fromkeys(pairs) if arm != other]
