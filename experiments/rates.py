@@ -6,7 +6,7 @@ spacing, and say what the error of the rate may cost. The arms are then compared
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
@@ -34,13 +34,12 @@ class Optimum:
     noise: float = math.nan  # standard deviation of a run from the parabola, in val_bpb
     unsure: Sequence[float] = ()  # rates where the minimum seems to be, if two parabolas disagree
 
-    def regret_at(self, lr: float, losses: Iterable[float]) -> float | None:
+    def regret_at(self, lr: float, losses: Collection[float]) -> float | None:
         """The regret of runs at `lr`. None if it is another rate, or if their losses are far from the parabola.
 
         Then training is a matter of luck.
         """
-        values = list(losses)
-        far = bool(values) and abs(fmean(values) - self.loss) > WINDOW
+        far = losses and abs(fmean(losses) - self.loss) > WINDOW
         return self.regret if lr == self.lr and not far else None
 
 
