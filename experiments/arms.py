@@ -30,8 +30,9 @@ def pop_options(asked: Asked, config: type) -> Any:
 
 def asked_of(arm: Arm) -> Asked:
     """What an arm asks of `train.py`. Raises ValueError for a value of another type."""
-    types = {"recipe": str} | {name: each.type for name, each in FIELDS.items()}
-    asked = {name: read_value(text, types[name]) for name, text in arm.without_size.factors}
+    asked: Asked = {}
+    for name, text in arm.without_size.factors:
+        asked[name] = read_value(text, str if name == "recipe" else FIELDS[name].type)
     asked |= read_pairs("--ladder", filter(None, arm.size.split(",")))
     for name in ("norm", "placement"):
         if name in asked:
@@ -70,12 +71,13 @@ def resolve_factors(norms: Sequence[str], placements: Sequence[str], others: Seq
     An arm has a norm or a placement only if --norms or --placements says so: else it is that of its recipe. Raises
     ValueError for invalid options.
     """
-    factors: dict[str, list[str]] = {}
-    choices: tuple = (("norm", norms, KINDS), ("placement", placements, PLACEMENTS))
-    for name, levels, known in choices:
-        for kind in (text.partition(":")[0] for text in levels):
+    factors: dict[str, Sequence[str]] = {}
+    for name, levels, known in (("norm", norms, [*KINDS]), ("placement", placements, [*PLACEMENTS])):
+        for text in levels:
+            kind = text.partition(":")[0]
             require(kind in known, f"--{name}s: unknown {kind!r}; choose from {', '.join(known)}, separated by spaces")
-        factors |= {name: levels} if levels else {}
+        if levels:
+            factors[name] = levels
     for text in others:
         dashed, _, values = text.partition("=")
         name = dashed.replace("-", "_")
@@ -106,9 +108,9 @@ def ladder(widths: Sequence[int], arms: Sequence[Arm], shared: Asked, tokens_per
     distinct = len(set(widths)) == len(widths) > 1
     require(distinct and min(widths) > 0, f"--ladder needs two or more distinct positive widths, not {widths}")
     require(0 < tokens_per_parameter < math.inf, f"--tokens-per-parameter must be positive, not {tokens_per_parameter}")
+    given = shared | dict(arms[0].factors)
     for name in ("dim", "heads", "hidden_dim", "steps"):
-        given = name in shared or name in dict(arms[0].factors)
-        require(not given, f"{flag_name(name)} follows from --ladder; leave it out")
+        require(name not in given, f"{flag_name(name)} follows from --ladder; leave it out")
     ((model, _),) = resolve_arms(arms[:1], shared).values()
     head_dim, sized, lines = model.head_dim, [], []
     for width in sorted(widths):
