@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from pathlib import Path
 from shutil import which
 
@@ -198,7 +197,9 @@ class Grid:
         else:
             decided = {"lr": cell.lr, "seed": cell.seed, "dtype": config.dtype, "compile": config.compile}
             asked = self.asked[cell.arm] | decided
-        asked = asked | ({"device": device} if device else {}) | {"out": str(folder)}
+        if device:
+            asked["device"] = device
+        asked["out"] = str(folder)
         return [sys.executable, str(ROOT / "train.py"), *import_flags(), *to_flags(asked)]
 
     def reported(self, optima: Mapping[Arm, Optimum]) -> list[Cell]:
@@ -216,16 +217,17 @@ class Grid:
             cells = [
                 Cell(arm, lr, self.seeds.start + SEARCH + number)
                 for arm, (rates, count) in wanted.items()
-                for lr, number in product(rates, range(count))
+                for lr in rates
+                for number in range(count)
             ]
             found |= self.run(cells)
             losses |= {arm: losses_of(found[cell] for cell in found if cell.arm == arm) for arm in wanted}
-            wanted = {
-                arm: more
-                for arm in wanted
-                if (more := next_runs(losses[arm], len(self.seeds)))
-                and more[0][0] >= self.configs[arm][1].min_lr  # train.py refuses lower rates
-            }
+            for arm in [*wanted]:
+                more = next_runs(losses[arm], len(self.seeds))
+                if more and more[0][0] >= self.configs[arm][1].min_lr:  # train.py refuses lower rates
+                    wanted[arm] = more
+                else:
+                    del wanted[arm]
             if not wanted:
                 break
         return {arm: find_optimum(losses[arm]) for arm in self.configs}
