@@ -6,6 +6,7 @@ From then on it is for generation alone: hooks, gradients, and changes to the mo
 """
 
 import ctypes
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -31,13 +32,10 @@ def accelerate(model: Llama, samples: int = 1) -> "FastDecoder | str":
         return f"for more than {MAX_BATCH} samples torch is faster"
     if reason := unsupported(model.config) or load(model.lm_head.weight.dtype)[1] or load(torch.float32)[1]:
         return reason
-    try:
-        same = agrees(model, 64) and agrees(miniature(model.config), 4096)
-    except (AssertionError, RuntimeError, ValueError):  # an edit may work for some sizes only
-        same = False
-    if not same:
-        return "model.py computes something else"
-    return FastDecoder(model)
+    with suppress(AssertionError, RuntimeError, ValueError):  # an edit may work for some sizes only
+        if agrees(model, 64) and agrees(miniature(model.config), 4096):
+            return FastDecoder(model)
+    return "model.py computes something else"
 
 
 def unsupported(config: ModelConfig) -> str | None:
@@ -138,8 +136,7 @@ class Cache(list[LayerCache]):
         if [tensor.shape for tensor in tensors] != shapes or [tensor.dtype for tensor in tensors] != dtypes:
             return False
         scratch = dim, queries, keys, keys, queries, config.heads * context, hidden, hidden
-        buffers = [torch.empty(batch * size, dtype=torch.float32, device="cpu") for size in scratch]
-        memory = [*buffers, *tensors]
+        memory = [torch.empty(batch * size, dtype=torch.float32, device="cpu") for size in scratch] + tensors
         sizes = batch, config.layers, dim, config.heads, config.kv_heads, config.head_dim, hidden
         values = [*sizes, context, config.vocab_size, *map(Tensor.data_ptr, memory)]
         decode = load(dtype)[0].decode  # type: ignore[union-attr]
