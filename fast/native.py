@@ -45,7 +45,7 @@ def build(compiler: str, flags: list[str]) -> Path:
     Processes may build at the same time: each writes its own file, then renames it.
     Raises CalledProcessError if the compiler fails, and OSError or RuntimeError if the user has no cache to write to.
     """
-    run = partial(subprocess.run, capture_output=True, check=True, text=True, errors="replace")
+    run = partial(subprocess.run, capture_output=True, check=True, errors="replace")
     recipe = [run([compiler, "--version"]).stdout, *flags, SOURCE.read_text("utf-8")]
     directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "normal-llama")
     library = directory / f"{hashlib.sha256(repr(recipe).encode()).hexdigest()[:20]}.so"
