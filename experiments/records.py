@@ -45,8 +45,7 @@ class Arm:
         """The width, the norm, the placement, the recipe, and other factors with their names."""
         named = ("norm", "placement", "recipe", "name", "folder", LOSSY)
         values = [value if name in named else f"{name}={value}" for name, value in self.without_size.factors]
-        name = " ".join(filter(None, [self.size.split(",")[0], *values])) or "model"
-        return shown(name)
+        return shown(" ".join(filter(None, [self.size.split(",")[0], *values])) or "model")
 
     @property
     def size(self) -> str:
@@ -296,8 +295,10 @@ def name_arms(records: list[Record]) -> tuple[list[Record], list[str]]:
     names = sorted(names or factors or ["norm", "placement"], key=[*factors, *order].index)
     names = [*(name for name in names if name != LOSSY), *{LOSSY}.intersection(differing)]
     leading = tuple(name for name in ("recipe", "tokenizer", SIZE) if name in names)
-    causes = {name: FOLLOW.get(name, () if name in FREE else leading) for name in differing}
-    others = [name for name in differing if count(name, *causes[name]) > count(*causes[name])]
-    others = [] if unknown else [name for name in others if name not in (*names, "lr", "folder")]
+    others = []
+    for name in () if unknown else differing:
+        causes = FOLLOW.get(name, () if name in FREE else leading)
+        if name not in (*names, "lr", "folder") and count(name, *causes) > count(*causes):
+            others.append(name)
     arms = [Arm(tuple(zip(names, each, strict=True))) for each in values(*names)]
     return [replace(record, arm=arm) for record, arm in zip(records, arms, strict=True)], others
