@@ -6,7 +6,7 @@ tuning. Neither has a p-value.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -162,8 +162,9 @@ class Comparison:
     def found(self) -> dict[Arm, Finding]:
         """The difference of each arm from its baseline, the lowest first, but not in a ladder."""
         found = {arm: each for (arm, other), each in self.pairs.items() if other == self.baselines[arm]}
-        means = {arm: each.estimate.mean if each.estimate else math.inf for arm, each in found.items()}
-        return found if self.trends else {arm: found[arm] for arm in sorted(found, key=means.__getitem__)}
+        if self.trends:
+            return found
+        return dict(sorted(found.items(), key=lambda item: item[1].estimate.mean if item[1].estimate else math.inf))
 
     @property
     def tuned(self) -> bool:
@@ -229,7 +230,7 @@ def effect(groups: Sequence[Group], weights: Any = (1.0, -1.0), doublings: float
     )
 
 
-def pairs_of(baselines: Mapping[Arm, Arm]) -> list[Pair]:
+def pairs_of(baselines: dict[Arm, Arm]) -> list[Pair]:
     """Each arm and its baseline. If several factors vary, also each and the one with the first value of a factor.
 
     In a ladder, only each arm and its baseline.
@@ -257,8 +258,9 @@ def trends_of(found: Comparison) -> dict[Arm, Finding]:
     for arm, bases in against.items():
         needed = dict.fromkeys([arm, *bases])  # a size without the baseline has another
         cells = [(each, size) for size in found.flops for each in needed]
-        missing = [cell for cell in cells if cell not in sized]
-        lacking = [f"{size.split(',')[0]} has no run of {each.name}" for each, size in missing]
+        lacking = [
+            f"{size.split(',')[0]} has no run of {each.name}" for each, size in cells if (each, size) not in sized
+        ]
         lacking += ["sizes have other texts or batches"] * (len({*bases}) > 1)
         if len(needed) > 1:
             untested = Finding([], 0, lacking, doublings=doublings)
