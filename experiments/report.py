@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -72,7 +72,7 @@ def verdicts(found: Comparison) -> str:
     return " ".join(parts)
 
 
-def by_verdict(found: Mapping[Arm, Finding]) -> str:
+def by_verdict(found: dict[Arm, Finding]) -> str:
     """`a and b are better; c is undecided`, with numbers if these are few."""
     few, parts = len(found) <= FEW, []
     groups = grouped(((each.verdict, each.words), arm) for arm, each in found.items())
@@ -299,13 +299,13 @@ def arm_rows(found: Comparison) -> list[Row]:
 
 def for_scripts(found: Comparison, summary: list[str], arms: list[Row]) -> Row:
     """What report.json contains."""
-    pairs = [{"arm": arm.name, "baseline": other.name, **each.row} for (arm, other), each in found.pairs.items()]
-    slopes = [{"arm": arm.name, **each.row, "flops": found.flops} for arm, each in found.trends.items()]
     return {
         **dict(zip(("summary", "conditions", "resolution"), summary, strict=True)),
         "arms": arms,
-        "comparisons": pairs,
-        "slopes": slopes,
+        "comparisons": [
+            {"arm": arm.name, "baseline": other.name, **each.row} for (arm, other), each in found.pairs.items()
+        ],
+        "slopes": [{"arm": arm.name, **each.row, "flops": found.flops} for arm, each in found.trends.items()],
         "tests": found.tests,
         "correction": "Holm",
         "alpha": ALPHA,
