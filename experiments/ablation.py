@@ -109,13 +109,13 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
         own = preset_lr(here) if old else here["lr"]
         lrs[arm] = sorted({own, *(carry_lr(lr, first, here) for lr in options.lrs)})
     measured = measure(configs, options, folder)
-    steps = {arm: measured["asked"].get(arm.name, {}) for arm in configs}
+    steps = measured["asked"]
     configs = resolve_arms(arms, on_device, steps)
     most = max(1, torch.get_num_threads() // options.threads) if config.device == "cpu" else 1
     grid = Grid(
         folder=folder,
         configs=configs,
-        asked={arm: combine(shared, asked_of(arm), steps[arm]) for arm in configs},
+        asked={arm: combine(shared, asked_of(arm), steps.get(arm.name, {})) for arm in configs},
         costs={arm: costs(*each) | {"step_time": measured["step_time"].get(arm.name)} for arm, each in configs.items()},
         data=data,
         seeds=range(config.seed, config.seed + options.seeds),
@@ -169,11 +169,10 @@ def run_ablation(grid: Grid, command: str) -> list[str]:
         optima = grid.tune()
         grid.run(grid.reported(optima))
         others = {file.parent.name for file in grid.folder.glob("cells/*/run.json")}
-        if others := others.difference(cell.name for cell in grid.planned):
+        if others := others - {cell.name for cell in grid.planned}:
             warn(f"runs in {grid.folder}/cells left out, because they are no longer asked for: {len(others)}")
     finally:
-        cells = dict.fromkeys([*grid.reported(optima), *grid.planned])
-        records = [grid.record(cell) for cell in cells]
+        records = [grid.record(cell) for cell in dict.fromkeys([*grid.reported(optima), *grid.planned])]
         if any(record.ended for record in records):
             summary = make_report(grid.folder, records, command)
     return summary

@@ -44,16 +44,16 @@ def asked_of(arm: Arm) -> Asked:
     return asked
 
 
-def resolve_arms(arms: Iterable[Arm], shared: Asked, steps: Mapping[Arm, Asked] = {}) -> Configs:
+def resolve_arms(arms: Iterable[Arm], shared: Asked, steps: Mapping[str, Asked] = {}) -> Configs:
     """The configurations of each arm, with what all share and with its `steps`. Says why it skips an arm.
 
     Raises ValueError if the first arm, the baseline, is not supported.
     """
     found: Configs = {}
     previous = read_config_file(shared)
-    for arm in dict.fromkeys(arms):
+    for arm in arms:
         try:
-            _, model, config, *_ = resolve(combine(shared, asked_of(arm), steps.get(arm, {})), previous)
+            _, model, config, *_ = resolve(combine(shared, asked_of(arm), steps.get(arm.name, {})), previous)
         except Unsupported as error:
             require(found, f"the first arm, {arm.name}, is the baseline and cannot be trained: {error}")
             warn(f"skipped: {arm.name}, as {error}")
