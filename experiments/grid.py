@@ -17,9 +17,10 @@ from shutil import which
 
 from tqdm import tqdm
 
-from config import Asked, ModelConfig, TrainConfig, flag_name
+from config import Asked, flag_name
 from data.prepare import Prepared
-from experiments.rates import Losses, Optimum, find_optimum, losses_of, next_runs
+from experiments.costs import Configs
+from experiments.rates import Optimum, find_optimum, losses_of, next_runs
 from experiments.records import RESUMED_WITH, SEARCH, UNNAMED, Arm, Record, commits_of, outcome, settings_of
 from files import ROOT, Ended, require, warn
 from machine.device import pick_device
@@ -70,7 +71,7 @@ class Grid:
     """Runs in one folder, on each device `jobs` at a time, with `threads` CPU threads each."""
 
     folder: Path
-    configs: Mapping[Arm, tuple[ModelConfig, TrainConfig]]  # with the learning rate and seed of each cell
+    configs: Configs  # with the learning rate and seed of each cell
     asked: Mapping[Arm, Asked]  # what an arm asks of train.py, without the device
     costs: Mapping[Arm, Asked]  # of a run of each arm: parameters, tokens, FLOPs, relative time of a step
     data: Prepared
@@ -211,7 +212,7 @@ class Grid:
         if max(map(len, self.lrs.values())) == 1:
             return {arm: Optimum(rates[0], None) for arm, rates in self.lrs.items()}
         found: Records = {}
-        losses: dict[Arm, Losses] = {}
+        losses = {}
         wanted = {arm: (rates, 1) for arm, rates in self.lrs.items()}
         for _ in range(WIDEN + 1):
             cells = [
@@ -221,8 +222,8 @@ class Grid:
                 for number in range(count)
             ]
             found |= self.run(cells)
-            losses |= {arm: losses_of(found[cell] for cell in found if cell.arm == arm) for arm in wanted}
             for arm in [*wanted]:
+                losses[arm] = losses_of(found[cell] for cell in found if cell.arm == arm)
                 more = next_runs(losses[arm], len(self.seeds))
                 if more and more[0][0] >= self.configs[arm][1].min_lr:  # train.py refuses lower rates
                     wanted[arm] = more
