@@ -6,7 +6,7 @@ minutes at a time. Ratios within one report are reliable; milliseconds of two re
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,7 +97,7 @@ def gpu_seconds(call: Call, device: torch.device) -> float:
 
 
 def time_alternately(
-    calls: Mapping[Any, Call], rounds: int, device: torch.device, measure: Callable = host_seconds
+    calls: dict[Any, Call], rounds: int, device: torch.device, measure: Callable = host_seconds
 ) -> dict[Any, float]:
     """Median seconds of each call, over rounds that make each call once."""
     seconds = {name: list[float]() for name in calls}

@@ -1,7 +1,6 @@
 """What arms cost: parameters, FLOPs and the time of a step. And the steps with which they cost the same."""
 
 import math
-from collections.abc import Mapping
 from statistics import median
 
 import torch
@@ -67,7 +66,7 @@ def interval(values: list[float]) -> Interval:
     return median(ordered), ordered[low], ordered[n - 1 - low]
 
 
-def equal_steps(arms: Configs, equal: str, times: Mapping[str, float]) -> dict[Arm, Asked]:
+def equal_steps(arms: Configs, equal: str, times: dict[str, float]) -> dict[Arm, Asked]:
     """The steps with which an arm costs as much as the first of its size, by `equal` of `EQUAL`.
 
     `times` are those of a step, by the names of arms. A warmup that does not follow from the steps grows with them.

@@ -1,6 +1,6 @@
 """The plots of a report. In all of them an arm has the same style."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from textwrap import fill
 
 import numpy as np
@@ -29,7 +29,7 @@ def wrapped(text: str, length: int = LINE_LENGTH) -> str:
     return fill(text.replace("$", r"\$"), length)  # which is no formula
 
 
-def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[str, Style]) -> Plot:
+def plot_differences(found: dict[Arm, Finding], title: str, styles: dict[str, Style]) -> Plot:
     """A row for each arm: a small dot per seed, and the mean difference with its 95% interval.
 
     An arm has no mean if one of its runs, or of the baseline's, diverged or has not ended: that of the remaining seeds
@@ -55,7 +55,7 @@ def plot_differences(found: Mapping[Arm, Finding], title: str, styles: Mapping[s
     return figure
 
 
-def plot_curves(runs: Sequence[Record], styles: Mapping[str, Style], title: str) -> Plot:
+def plot_curves(runs: list[Record], styles: dict[str, Style], title: str) -> Plot:
     """Each arm's mean training loss and val_bpb over the steps that all its runs logged."""
     from matplotlib.ticker import MaxNLocator
 
