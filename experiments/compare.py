@@ -43,7 +43,9 @@ def find_records(folders: list[Path]) -> list[Record]:
     Files beside runs are ignored. A run that an earlier report has as well counts once, so that `runs/*` names all.
     """
     found, taken, texts = dict[tuple, Record](), dict[tuple, tuple](), dict[str, str]()
-    for folder in (folder for folder in folders if not folder.is_file()):
+    for folder in folders:
+        if folder.is_file():
+            continue
         file = folder / "runs.csv"
         cells = {path.parent.name for path in folder.glob("cells/*/run.json")}
         require(file.is_file() or (folder / "run.json").is_file(), f"{folder} has no run.json and no runs.csv")
@@ -71,8 +73,7 @@ def read_run(folder: Path, planned: Record | None = None) -> Record:
     """The record of a run directory, or what has come of a `planned` run. Raises ValueError if it is damaged."""
     run, log = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
     resolved = DEFAULTS | run["resolved"]
-    values = outcome(log, resolved["steps"], resolved["vocab_size"])
-    values |= {
+    values = outcome(log, resolved["steps"], resolved["vocab_size"]) | {
         "machine": machine_of(run),
         "commit": commits_of(run),
         "lost": run["tokenizer"].get("lost", 0.0),
