@@ -37,9 +37,12 @@ def main(arguments: list[str] | None = None) -> None:
             device = pick_device(config.device)
             require(out.is_file() or not out.exists(), f"--json {out} is not a regular file; name another")
             out.parent.mkdir(parents=True, exist_ok=True)
-        command = shlex.join(["bench.py", *arguments])
-        setting = {"command": command, "device": describe(device), "torch": torch.__version__}
-        report = setting | COMMANDS[name][0](config, device)
+        report = {
+            "command": shlex.join(["bench.py", *arguments]),
+            "device": describe(device),
+            "torch": torch.__version__,
+        }
+        report |= COMMANDS[name][0](config, device)
         print_report(report)
         write_atomically(out, json.dumps(report, indent=2) + "\n")
         print(f"written to {out}", file=sys.stderr)
