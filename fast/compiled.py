@@ -92,19 +92,16 @@ class CompiledDecoder:
     def next_logits(self, tokens: Tensor, cache: Stream) -> Tensor:
         """See `Llama.next_logits`. The caller must ensure that the tokens fit into the cache."""
         if not cache:
-            self.fill(cache, self.unused[cache.size, len(tokens)])
+            unused = self.unused[cache.size, len(tokens)]
+            if not unused:
+                length = torch.zeros((), dtype=torch.int64, device=tokens.device)
+                unused.append([StaticCache(cache.size, length) for _ in self.model.layers])
+            cache += unused.pop()
+            for layer in cache:
+                layer.reset()
+            weakref.finalize(cache, unused.append, [*cache])
         layers, first = [*cache], cache[0]
         step = self.step if tokens.shape[1] == 1 and first.filled else self.model.next_logits
         logits = step(tokens, layers)
         first.length += tokens.shape[1]  # shared by all layers
         return logits
-
-    def fill(self, cache: Stream, unused: list[list[StaticCache]]) -> None:
-        """Give a stream its layers, which are `unused` again when it is gone."""
-        if not unused:
-            length = torch.zeros((), dtype=torch.int64, device=self.model.embed_tokens.weight.device)
-            unused.append([StaticCache(cache.size, length) for _ in self.model.layers])
-        cache += unused.pop()
-        for layer in cache:
-            layer.reset()
-        weakref.finalize(cache, unused.append, [*cache])
