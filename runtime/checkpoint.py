@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
