@@ -60,7 +60,7 @@ def find_optimum(losses: Losses) -> Optimum:
     if a <= 0 or not x.min() < vertex < x.max():
         return best
     nearest = sorted(sorted(close, key=lambda lr: abs(math.log(lr / UNIT) - vertex))[:POINTS])
-    near_a, near_b, _ = np.polyfit(*points(losses, nearest), deg=2)
+    near_a, near_b, _ = np.polyfit(*points(losses, nearest), 2)
     if near_a <= 0 or abs(-near_b / (2 * near_a) - vertex) > math.log(SPACING) / 2:
         return replace(best, unsure=nearest)
     gradient = np.array([b / (2 * a * a), -1 / (2 * a), 0])  # ∂vertex/∂(a, b, c)
@@ -73,9 +73,10 @@ def find_optimum(losses: Losses) -> Optimum:
     return Optimum(lr, float(regret), float(loss), float(noise))
 
 
-def points(losses: Losses, rates: Sequence[float]) -> np.ndarray:
-    """Two rows: ln(rate / UNIT) and loss of each run."""
-    return np.array([(math.log(lr / UNIT), loss) for lr in rates for loss in losses[lr]]).T
+def points(losses: Losses, rates: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """ln(rate / UNIT) and loss of each run."""
+    x, y = np.array([(math.log(lr / UNIT), loss) for lr in rates for loss in losses[lr]]).T
+    return x, y
 
 
 def losses_of(records: Iterable[Record]) -> Losses:

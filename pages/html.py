@@ -55,7 +55,7 @@ def preformatted(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 
-def new_plot(height: float, layout: str | None = "constrained") -> Plot:
+def new_plot(height: float, layout: Any = "constrained") -> Plot:
     """A figure so many inches high."""
     from matplotlib.figure import Figure  # imported here because it takes half a second
 
