@@ -18,8 +18,7 @@ from runtime.flags import Parser, add_flags, add_options
 from runtime.run_dir import LOCK
 
 
-def main(arguments: list[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else arguments
+def main(arguments: list[str]) -> None:
     with exit_codes("--jobs, --micro-batch-size, --context or --dim"):
         if arguments[:1] == ["compare"]:
             return compare_command(arguments)
@@ -46,4 +45,4 @@ def parse(arguments: list[str]) -> tuple[AblationConfig, Asked]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

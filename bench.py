@@ -29,8 +29,7 @@ COMMANDS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else arguments
+def main(arguments: list[str]) -> None:
     with exit_codes("--rows, --micro-batch-size or --dim"):
         with bad_input():
             name, out, config = parse(arguments)
@@ -77,4 +76,4 @@ def print_report(report: benchmarks.Report) -> None:
 
 if __name__ == "__main__":
     set_up_cpu()
-    main()
+    main(sys.argv[1:])

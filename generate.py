@@ -38,7 +38,7 @@ class Options(Sampling):
     compile: bool = option(False, "use torch.compile, with a CUDA graph on CUDA; the first token waits for compilation")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     parser = Parser(prog="generate.py", description="Generate text with a trained model.")
     add_options(parser, Options)
     with exit_codes("--samples or --tokens"):
@@ -79,4 +79,4 @@ def print_samples(prompt: str, stream: Iterator[list[str | None]], samples: int)
 
 if __name__ == "__main__":
     set_up_cpu()
-    main()
+    main(sys.argv[1:])

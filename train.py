@@ -394,11 +394,11 @@ def evaluate_only(run: Run) -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     with distributed.process_group(), exit_codes("--micro-batch-size, --context or --dim, or --recompute"):
         asked = read_train(arguments)
         with bad_input():
-            run = open_run(asked, ["train.py", *(sys.argv[1:] if arguments is None else arguments)])
+            run = open_run(asked, ["train.py", *arguments])
         if asked.get("eval_only"):
             evaluate_only(run)
         else:
@@ -446,4 +446,4 @@ def execute(run: Run) -> Trainer:
 
 if __name__ == "__main__":
     set_up_cpu()
-    main()
+    main(sys.argv[1:])

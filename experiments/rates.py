@@ -66,11 +66,12 @@ def find_optimum(losses: Losses) -> Optimum:
     gradient = np.array([b / (2 * a * a), -1 / (2 * a), 0])  # ∂vertex/∂(a, b, c)
     cubic = np.poly1d(np.polyfit(x, y, 3))
     saved = cubic(vertex) - cubic(np.linspace(x.min(), x.max(), 1000)).min()
-    regret = max(a * (gradient @ covariance @ gradient), saved)
-    noise = np.std(y - np.polyval((a, b, c), x), ddof=3)
-    lr = float(f"{UNIT * math.exp(vertex):.3g}")
-    loss = c - b * b / (4 * a)
-    return Optimum(lr, float(regret), float(loss), float(noise))
+    return Optimum(
+        lr=float(f"{UNIT * math.exp(vertex):.3g}"),
+        regret=float(max(a * (gradient @ covariance @ gradient), saved)),
+        loss=float(c - b * b / (4 * a)),
+        noise=float(np.std(y - np.polyval((a, b, c), x), ddof=3)),
+    )
 
 
 def points(losses: Losses, rates: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         help = "Python file that registers norms or placements; may be repeated"
         self.add_argument("--import", dest="imports", action="append", metavar="FILE.py", help=help)
 
-    def read(self, arguments: list[str] | None) -> Asked:
+    def read(self, arguments: list[str]) -> Asked:
         """The options that `arguments` set, with values of their types, such as {"norm_args": {"eps": 1}}."""
         import_first(arguments)
         given = vars(self.parse_args(arguments))
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(one_line(message))
 
 
-def read_train(arguments: list[str] | None) -> Asked:
+def read_train(arguments: list[str]) -> Asked:
     """The options that flags of train.py set. Raises BadInput, naming a bad flag."""
     parser = Parser(prog="train.py", description="Train a LLaMA on text, with a choice of norms and placements.")
     fixed = ", ".join(map(flag_name, FIXED_ON_RESUME))

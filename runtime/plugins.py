@@ -25,7 +25,7 @@ from norms.placement import PLACEMENTS
 IMPORTED: dict[Path, Json] = {}  # what run.json and config.json say about each imported file
 
 
-def import_first(arguments: list[str] | None) -> None:
+def import_first(arguments: list[str]) -> None:
     """Import the files that --import names in `arguments`, so that the other flags know their norms."""
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     scan.add_argument("--import", dest="imports", action="append", default=[], nargs="?", const="")

@@ -61,9 +61,8 @@ def measure_sites(model: Llama, tokens: Tensor) -> list[Row]:
     for block, name, site in sites(model):
         rows.append({"block": block, "site": name})
         hooks.extend(attach(rows[-1], site, PLACEMENTS[model.config.placement].streams))
-    copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad():
-        functional_call(model, copies, (tokens,))
+        functional_call(model, {name: buffer.clone() for name, buffer in model.named_buffers()}, (tokens,))
     for hook in hooks:
         hook.remove()
     return rows

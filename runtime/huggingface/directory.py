@@ -81,8 +81,7 @@ def computes_as(module: nn.Module, own: nn.Module) -> bool:
     now, made_with = vars(module), vars(own)
     settings = [name for name, value in made_with.items() if hasattr(value, "__name__") or is_a(value, SETTING)]
     same = all(str(now.get(name)) == str(made_with[name]) for name in settings if name not in OF_TRAINING)
-    replaced = now.keys() & {"forward", "hidden", "logits"}  # sharding replaces other methods
-    return kind is type(own) and same and not replaced
+    return kind is type(own) and same and not now.keys() & {"forward", "hidden", "logits"}  # sharding has others
 
 
 def stored_state(model: Llama) -> dict[str, Tensor]:
