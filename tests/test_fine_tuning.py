@@ -93,7 +93,8 @@ def test_a_run_of_ours_is_fine_tuned_with_its_tokenizer(fine_tune, tmp_path, fin
     path = base / "checkpoints/step-000004/config.json"  # changed by others, with its manifest
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [256, 10], "pad_token_id": 0}))
     manifest = path.with_name("manifest.json")
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {path.name: sha256(path)}))
+    hashes = json.loads(manifest.read_text()) | {path.name: sha256(path)}
+    manifest.write_text(json.dumps(hashes))
     hashed = list[Path]()
     monkeypatch.setattr("runtime.checkpoint.sha256", lambda path: hashed.__iadd__([path]) and sha256(path))
     own = ["--steps", "4", "--lr", "1e-9", "--context", "16", "--dropout", "0.1"]
