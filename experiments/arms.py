@@ -90,8 +90,10 @@ def resolve_factors(norms: Sequence[str], placements: Sequence[str], others: Seq
         require(name not in factors, f"--factor {text}: {dashed} is given twice; list all values in one")
         factors[name] = values.split(",")
     varied = {name for name in factors if len(factors[name]) > 1}
-    alone = "--factor batch-size or context alone: only runs with the same batches are compared; add another factor"
-    require(not varied or varied - {"batch_size", "context"}, alone)
+    require(
+        not varied or varied - {"batch_size", "context"},
+        "--factor batch-size or context alone: only runs with the same batches are compared; add --norms or a factor",
+    )
     for name in dict.fromkeys(["norm", "placement", *factors]):
         flag = OWN_FLAG.get(name, f"--factor {name}")
         levels = factors.get(name, [])

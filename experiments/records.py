@@ -24,9 +24,16 @@ RESUMED_WITH = ("cache_dir", "log", "keep", "save_every", "save_minutes", "max_m
 NOT_COMPARED = {*RESUMED_WITH, "out"}
 COSTS = ("parameters", "tokens", "flops", "step_time")
 # Options that may follow from others. And those that follow from no recipe, tokenizer or size, nor from their costs.
-FOLLOW: dict[str, tuple[str, ...]] = dict.fromkeys(("heads", "kv_heads", "head_dim", "hidden_dim"), ("dim", "mlp"))
-FOLLOW |= dict.fromkeys(("init", "depth_scaled_init"), ("placement",))
-FREE = set(FIELDS).difference(["dim", "vocab_size", "steps", "warmup", "compile"], *RECIPES.values())
+FOLLOW = {
+    "heads": ["dim", "mlp"],
+    "kv_heads": ["dim", "mlp"],
+    "head_dim": ["dim", "mlp"],
+    "hidden_dim": ["dim", "mlp"],
+    "init": ["placement"],
+    "depth_scaled_init": ["placement"],
+}
+FREE = FIELDS.keys() - {"dim", "vocab_size", "steps", "warmup", "compile"}
+FREE = FREE.difference(*RECIPES.values())
 
 
 @dataclass(frozen=True)
@@ -294,11 +301,11 @@ def name_arms(records: list[Record]) -> tuple[list[Record], list[str]]:
         names.append(max(differing, key=lambda name: count(*names, name)))
     names = sorted(names or factors or ["norm", "placement"], key=[*factors, *order].index)
     names = [*(name for name in names if name != LOSSY), *{LOSSY}.intersection(differing)]
-    leading = tuple(name for name in ("recipe", "tokenizer", SIZE) if name in names)
-    others = []
-    for name in () if unknown else differing:
-        causes = FOLLOW.get(name, () if name in FREE else leading)
-        if name not in (*names, "lr", "folder") and count(name, *causes) > count(*causes):
-            others.append(name)
+
+    leading = [name for name in ("recipe", "tokenizer", SIZE) if name in names]
+    causes = {name: FOLLOW.get(name, [] if name in FREE else leading) for name in differing}
+    others = [name for name in differing if count(name, *causes[name]) > count(*causes[name])]
+    others = [] if unknown else [name for name in others if name not in (*names, "lr", "folder")]
+
     arms = [Arm(tuple(zip(names, each, strict=True))) for each in values(*names)]
     return [replace(record, arm=arm) for record, arm in zip(records, arms, strict=True)], others

@@ -33,8 +33,10 @@ HOW_TO_READ = (
     f"number of arms: of many, one may be by chance. Otherwise it is better or worse if p is below {ALPHA} with at "
     f"least {SEEDS} seeds. Else it is undecided, which does not mean equal. At a rate that was not searched for, it is "
     "only better at this rate: equal arms often differ at one.",
+)
+SEEDS_ARE_MISSING = (
     f"{INCOMPLETE} Some seeds are missing, because a run diverged (its loss was not finite, or ended above that of a "
-    "uniform prediction) or has not ended. The others may be the easy ones, so their mean has no p.",
+    "uniform prediction) or has not ended. The others may be the easy ones, so their mean has no p."
 )
 SEARCH = (
     "val_bpb on seeds that are not reported. An arm is reported at the vertex of a parabola through the losses within "
@@ -238,6 +240,7 @@ def make_report(folder: Path, records: list[Record], command: str = "") -> list[
         summary = [verdicts(found), conditions(found, others, commits), resolution(found)]
         if ended < len(records):
             summary[0] = f"**Partial: {ended} of {len(records)} runs ended.** {summary[0]}"
+
     arms = arm_rows(found)
     for name, rows in (("runs", rows_of(records)), ("arms", arms)):
         file = io.StringIO()
@@ -247,6 +250,7 @@ def make_report(folder: Path, records: list[Record], command: str = "") -> list[
         write_atomically(folder / f"{name}.csv", file.getvalue())
     origin = {"machines": machines, "commits": commits, "seconds": sum(run.seconds or 0.0 for run in records)}
     write_atomically(folder / "report.json", json.dumps(for_scripts(found, summary, arms) | origin, indent=2) + "\n")
+
     sections = [*summary]
     if found.arms:
         sections += ["## Comparison", comparison_table(found)]
@@ -258,9 +262,14 @@ def make_report(folder: Path, records: list[Record], command: str = "") -> list[
     if found.search:
         sections += ["## Learning rates", SEARCH, search_table(found)]
     first = "\n\n".join(filter(None, sections))
-    how = HOW_TO_READ if INCOMPLETE in first else HOW_TO_READ[:-1]
-    last = "\n\n".join(filter(None, [f"`{command}`" * bool(command), "; ".join([seeds_of(found), *machines]), *how]))
+    about = ["; ".join([seeds_of(found), *machines]), *HOW_TO_READ]
+    if command:
+        about = [f"`{command}`", *about]
+    if INCOMPLETE in first:
+        about.append(SEEDS_ARE_MISSING)
+    last = "\n\n".join(about)
     write_atomically(folder / "table.md", f"{first}\n\n{last}\n")
+
     parts = [markdown(first)]
     for name, plot in figures_of(found).items():
         for kind in ("png", "svg", "pdf"):
