@@ -26,7 +26,6 @@ NO_VERDICT = "no verdict"  # of a single seed
 VERDICTS = (BETTER, WORSE, AS_GOOD, UNDECIDED, NO_VERDICT)
 NOT_TESTED = "not tested"  # of a slope without a p-value; the others have these words
 TRENDS = {UNDECIDED: "no trend shown", BETTER: "the difference falls", WORSE: "the difference rises"}
-AT_A_RATE = " at this rate"  # of a verdict, if learning rates were not searched for
 PAIRED_BY = ("data", "tokenizer", "batch_size", "context", "eval_tokens")  # besides the seed
 Pair = tuple[Arm, Arm]  # an arm, and the one that it is compared with
 
@@ -87,7 +86,7 @@ class Finding:
         """The verdict. Without a search for learning rates it holds for those that were used."""
         verdict, _ = self.verdict
         decided = verdict not in (UNDECIDED, NO_VERDICT, NOT_TESTED, TRENDS[UNDECIDED])
-        return verdict + AT_A_RATE if decided and self.tuned is None else verdict
+        return f"{verdict} at this rate" if decided and self.tuned is None else verdict
 
     @property
     def detectable(self) -> float | None:
@@ -157,6 +156,11 @@ class Comparison:
     def runs(self) -> list[Record]:
         """All that are reported."""
         return [run for group in self.arms.values() for run in group.runs]
+
+    @property
+    def seeds(self) -> str:
+        """`seeds 0, 1, 2`, all that are reported."""
+        return f"seeds {', '.join(map(str, sorted({run.seed for run in self.runs})))}"
 
     @property
     def found(self) -> dict[Arm, Finding]:

@@ -5,9 +5,11 @@ from textwrap import fill
 
 import numpy as np
 
-from experiments.findings import BETTER, WORSE, Finding
+from experiments.findings import BETTER, WORSE, Comparison, Finding
 from experiments.records import Arm, Record, grouped
 from pages.html import Plot, Style, new_plot
+from pages.run import plot_streams
+from runtime.run_dir import read_rows
 
 # Those of Matplotlib, darker where a color has no contrast of 3 : 1 on white or, inverted, in dark mode.
 COLORS = ["C0", "#d86600", "C2", "C3", "C4", "C5", "#c0509a", "C7", "#808000", "#008ca0"]
@@ -80,6 +82,23 @@ def plot_curves(runs: list[Record], styles: dict[str, Style], title: str) -> Plo
 def add_legend(plot: Plot) -> None:
     """The names of the lines, below all panels. The figure grows by as much."""
     lines, names = plot.axes[0].get_legend_handles_labels()
-    names = [*map(wrapped, names)]
-    legend = plot.legend(lines, names, loc="outside lower center", fontsize="small", handlelength=4)
+    legend = plot.legend(lines, [*map(wrapped, names)], loc="outside lower center", fontsize="small", handlelength=4)
     plot.set_figheight(plot.get_figheight() + legend.get_window_extent().height / plot.dpi)
+
+
+def figures_of(found: Comparison) -> dict[str, Plot]:
+    """The plots of a report, by the names of their files."""
+    figures = {}
+    styles = arm_styles(found.arms)
+    if found.found:
+        title = f"Difference from {found.against}, {found.seeds}"
+        figures["differences"] = plot_differences(found.found, title, styles)
+    ended = [run for arm in found.ordered for run in found.arms[arm].runs if run.ended and run.log]
+    if ended:
+        figures["curves"] = plot_curves(ended, styles, f"Means of {found.seeds}")
+    # Of each arm's last seed.
+    watched = {run.arm.name: log for run in ended if (log := read_rows(run.path / "watch.jsonl"))}
+    if watched:
+        figures["watch"] = plot_streams(watched, styles)
+        add_legend(figures["watch"])
+    return figures

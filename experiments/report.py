@@ -11,14 +11,13 @@ from statistics import median
 from experiments.costs import PRECISE
 from experiments.findings import AS_GOOD, MARGIN, NO_VERDICT, SEEDS, VERDICTS, Comparison, Finding, compare
 from experiments.markdown import markdown
-from experiments.plots import add_legend, arm_styles, plot_curves, plot_differences
+from experiments.plots import figures_of
 from experiments.rates import POINTS, WINDOW
 from experiments.records import COSTS, Arm, Record, final_bpb, grouped, name_arms, rows_of, shown
 from experiments.statistics import ALPHA
 from files import write_atomically
-from pages.html import Plot, details, figure, page, save_plot, settings_list
-from pages.run import plot_streams
-from runtime.run_dir import Row, read_rows
+from pages.html import details, figure, page, save_plot, settings_list
+from runtime.run_dir import Row
 
 NONE = "–"
 INCOMPLETE = "†"  # beside a statistic that does not rest on all seeds
@@ -262,7 +261,7 @@ def make_report(folder: Path, records: list[Record], command: str = "") -> list[
     if found.search:
         sections += ["## Learning rates", SEARCH, search_table(found)]
     first = "\n\n".join(filter(None, sections))
-    about = ["; ".join([seeds_of(found), *machines]), *HOW_TO_READ]
+    about = ["; ".join([found.seeds, *machines]), *HOW_TO_READ]
     if command:
         about = [f"`{command}`", *about]
     if INCOMPLETE in first:
@@ -286,7 +285,8 @@ def arm_rows(found: Comparison) -> list[Row]:
     """The rows of arms.csv."""
     rows = []
     for arm in found.ordered:
-        group, run = found.arms[arm], found.arms[arm].runs[0]
+        group = found.arms[arm]
+        run = group.runs[0]
         mean = Finding([*group.bpb.values()], len(group.runs)).row
         row = {
             "arm": arm.name,
@@ -327,26 +327,3 @@ def for_scripts(found: Comparison, summary: list[str], arms: list[Row]) -> Row:
 def known_values(runs: Sequence[Record], name: str) -> list[str]:
     """Those of a column of runs.csv or an option, in alphabetical order."""
     return sorted({shown((vars(run) | run.options).get(name, "")) for run in runs} - {""})
-
-
-def seeds_of(found: Comparison) -> str:
-    """`seeds 0, 1, 2`, all that are reported."""
-    return f"seeds {', '.join(map(str, sorted({run.seed for run in found.runs})))}"
-
-
-def figures_of(found: Comparison) -> dict[str, Plot]:
-    """The plots of a report, by the names of their files."""
-    figures = {}
-    styles = arm_styles(found.arms)
-    if found.found:
-        title = f"Difference from {found.against}, {seeds_of(found)}"
-        figures["differences"] = plot_differences(found.found, title, styles)
-    ended = [run for arm in found.ordered for run in found.arms[arm].runs if run.ended and run.log]
-    if ended:
-        figures["curves"] = plot_curves(ended, styles, f"Means of {seeds_of(found)}")
-    # Of each arm's last seed.
-    watched = {run.arm.name: log for run in ended if (log := read_rows(run.path / "watch.jsonl"))}
-    if watched:
-        figures["watch"] = plot_streams(watched, styles)
-        add_legend(figures["watch"])
-    return figures

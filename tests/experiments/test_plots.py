@@ -9,9 +9,8 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 
 from experiments.findings import compare
-from experiments.plots import COLORS, arm_styles, plot_curves, plot_differences
+from experiments.plots import COLORS, arm_styles, figures_of, plot_curves, plot_differences
 from experiments.records import Arm, Record
-from experiments.report import figures_of
 from tests.experiments.made import records
 
 T_TWO = 4.302652729911275  # the 97.5% quantile of Student's t with 2 degrees of freedom, from tables
