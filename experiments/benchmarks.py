@@ -180,12 +180,18 @@ def bench_train(config: SimpleNamespace, device: torch.device) -> Report:
     # The step keeps its model to itself. One without storage is enough to count.
     with torch.device("meta"):
         bound = product / flops_per_token(Llama(config.model))
-    row = {"tokens/s": round(speed), "upper bound": round(bound), "fraction": speed / bound, "memory, MB": memory / 1e6}
     return {
         "dtype": str(config.dtype),
         "upper bound": f"tokens/s if all matrix products ran at {product / 1e12:.3g} TFLOP/s, as large ones do",
         "fraction": "of that upper bound",
-        "rows": [row],
+        "rows": [
+            {
+                "tokens/s": round(speed),
+                "upper bound": round(bound),
+                "fraction": speed / bound,
+                "memory, MB": memory / 1e6,
+            }
+        ],
     }
 
 
@@ -234,8 +240,15 @@ def bench_generate(config: SimpleNamespace, device: torch.device) -> Report:
     rows = []
     for (name, samples), measured in seconds.items():
         speed, bound = samples * tokens / measured, samples / reading
-        row = {"model": name, "samples": samples, "tokens/s": round(speed), "upper bound": round(bound)}
-        rows.append(row | {"fraction": speed / bound})
+        rows.append(
+            {
+                "model": name,
+                "samples": samples,
+                "tokens/s": round(speed),
+                "upper bound": round(bound),
+                "fraction": speed / bound,
+            }
+        )
     return {
         "dtype": str(config.dtype),
         "upper bound": "tokens/s if a token took as long as torch.dot takes to read as many bytes as the weights have",

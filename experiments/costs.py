@@ -40,7 +40,7 @@ def step_times(arms: Configs, threads: int) -> dict[Arm, Interval]:
     first = {arm.size: arm for arm in reversed(arms)}
     ratios = {arm: list[float]() for arm in arms}
     for number in range(-3, MOST_ROUNDS):
-        order = [*steps] if number % 2 else [*reversed(steps)]
+        order = steps if number % 2 else reversed(steps)
         seconds = {arm: host_seconds(steps[arm], device) for arm in order}
         if number >= 0:  # the first ones compile, and allocate the optimizers' state
             for arm in arms:

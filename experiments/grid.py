@@ -127,9 +127,10 @@ class Grid:
         self.planned.extend(cells)
         records = {cell: self.record(cell) for cell in cells}
         waiting = [cell for cell, record in records.items() if not record.ended]
-        ended = [self.cell_folder(cell) / "watch.jsonl" for cell, record in records.items() if record.ended]
-        if any(config.watch for _, config in self.configs.values()) and not all(log.exists() for log in ended):
-            warn("--watch: runs that have ended are not trained again to be watched")
+        watched = any(config.watch for _, config in self.configs.values())
+        for cell in records.keys() - waiting:
+            if watched and not (self.cell_folder(cell) / "watch.jsonl").exists():
+                warn("--watch: runs that have ended are not trained again to be watched")
         if self.print_commands and waiting:
             print(*map(self.shell_line, waiting), sep="\n")
             sys.exit()

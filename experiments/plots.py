@@ -44,7 +44,8 @@ def plot_differences(found: dict[Arm, Finding], title: str, styles: dict[str, St
     for height, (arm, finding) in enumerate(found.items()):
         style = styles[arm.name] | {"linestyle": ""}
         axes.plot(finding.values, [height] * len(finding.values), alpha=0.5, markersize=4, **style)
-        style |= {} if finding.verdict[0] in (BETTER, WORSE) else {"markerfacecolor": "none"}
+        if finding.verdict[0] not in (BETTER, WORSE):
+            style["markerfacecolor"] = "none"
         if finding.complete and (mean := finding.estimate):
             axes.errorbar(mean.mean, height, None, mean.half_width, markersize=9, capsize=4, **style)
     axes.axvline(0, color="0.3")

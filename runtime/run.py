@@ -201,7 +201,7 @@ def open_files(asked: Asked) -> tuple[Tokenizer | None, StoredModel | None, Aske
         return tokenizer, source, asdict(open_model(source)[0].config) | {"tokenizer": tokenizer.kind}
     if "tokenizer" not in asked and find_token_files([*asked.get("data", ()), *asked.get("val_data", ())]):
         return None, None, {"tokenizer": NoTokenizer.kind}
-    kind = str(asked.get("tokenizer", DEFAULTS["tokenizer"]))
+    kind = (DEFAULTS | asked)["tokenizer"]
     own = None if kind in TOKENIZER_KINDS else read_directory(Path(kind))
     return own, None, {"vocab_size": own.vocab_size} if own else {}
 
