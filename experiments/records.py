@@ -13,6 +13,7 @@ from config import DEFAULTS, FIELDS, MAX_SIZE, REMOVED, Asked, as_text
 from files import digest, one_line, require
 from norms.registry import TRAITS, Traits
 from recipes import RECIPES
+from runtime.flags import TRUTH
 from runtime.run_dir import Row, RunFile
 
 LONGEST = 200  # characters of a name that is shown
@@ -256,7 +257,7 @@ def read_csv(file: Path) -> list[Record]:
 def _read(text: str, kind: Any, what: str) -> Any:
     """A value of type `kind`. Raises ValueError, naming `what` it is."""
     try:
-        value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+        value = TRUTH[text.lower()] if kind is bool else kind(text)
         require(kind is str or 0 <= float(value) < math.inf, what)
     except (KeyError, ValueError, OverflowError):
         raise ValueError(f"{what} is {text!r}, not of type {kind.__name__} or below 0") from None
