@@ -29,6 +29,7 @@ from sampling import cast_matrices, generate
 from train import Trainer
 
 Call = Callable[[], Any]
+Calls = dict[Any, Call]  # by what they measure
 Report = dict[str, Any]  # the results of one command: "rows" with the same keys, and what these mean
 PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192, "mps": 4096}  # rows of the matrices whose product bounds training
 WARMUP_ROUNDS = 2
@@ -97,7 +98,7 @@ def gpu_seconds(call: Call, device: torch.device) -> float:
 
 
 def time_alternately(
-    calls: dict[Any, Call], rounds: int, device: torch.device, measure: Callable = host_seconds
+    calls: Calls, rounds: int, device: torch.device, measure: Callable = host_seconds
 ) -> dict[Any, float]:
     """Median seconds of each call, over rounds that make each call once."""
     seconds = {name: list[float]() for name in calls}
@@ -122,7 +123,7 @@ def bench_norms(config: NormsConfig, device: torch.device) -> Report:
         grad_y = torch.randn_like(x)
         norms = make_norms(config.dim, device, dtype, config.compile)
         measure = gpu_seconds if device.type == "cuda" else host_seconds
-        calls: dict[str, Call] = {"copy": x.detach().clone}
+        calls: Calls = {"copy": x.detach().clone}
         for norm, module in norms.items():
             calls[f"{norm} forward"] = partial(module, x)
             calls[f"{norm} both"] = partial(forward_backward, module, x, grad_y)
@@ -173,7 +174,7 @@ def bench_train(config: SimpleNamespace, device: torch.device) -> Report:
     memory = peak_memory(device) - before
     size = PRODUCT_SIZE[device.type]
     matrix = torch.randn(size, size, device=device, dtype=config.dtype)
-    calls: dict[str, Call] = {"step": step, "product": partial(torch.mm, matrix, matrix)}
+    calls: Calls = {"step": step, "product": partial(torch.mm, matrix, matrix)}
     seconds = time_alternately(calls, config.rounds, device)
     product = 2 * size**3 / seconds["product"]  # FLOP/s
     speed = config.train.micro_batch_size * config.model.context / seconds["step"]
@@ -221,7 +222,7 @@ def bench_generate(config: SimpleNamespace, device: torch.device) -> Report:
     with torch.device("meta"):
         size = config.dtype.itemsize * sum(weight.numel() for _, _, weight in matrices(Llama(config.model)))
     vectors = torch.randn(2, size // 2 // 4, device=device)  # together as large as the weights; may stay in cache, too
-    calls: dict[Any, Call] = {"reading": partial(torch.dot, *vectors)}
+    calls: Calls = {"reading": partial(torch.dot, *vectors)}
     names = ["plain", "fast"] if device.type == "cpu" else ["plain"]
     if config.train.compile:
         names.append("compiled")
