@@ -36,10 +36,10 @@ END_WITH_PARENT = ("setpriv", "--pdeathsig", "TERM") if which("setpriv") else ()
 
 
 class CellFailed(Ended):
-    """A run that this command started has failed with exit code `code`. `line` is its error or its last line."""
+    """A run that this command started has failed with exit code `code`. Its log says why."""
 
-    def __init__(self, cell: str, code: int, line: str):
-        super().__init__(f"{cell}: exit code {code}: {line.removeprefix('error: ')}")
+    def __init__(self, log: Path, code: int):
+        super().__init__(f"{log}: exit code {code}: {last_line(log).removeprefix('error: ')}")
         self.code = max(1, code)
 
 
@@ -154,8 +154,7 @@ class Grid:
                         free.append(device)
                         records[cell] = self.record(cell)
                         if not records[cell].ended or process.returncode not in (0, NotFinite.code):
-                            log = self.log(cell)
-                            raise CellFailed(str(log), process.returncode, last_line(log))
+                            raise CellFailed(self.log(cell), process.returncode)
                         bar.update()
                         bpb = records[cell].val_bpb
                         bar.write(f"{cell.name}: {'diverged' if bpb is None else f'val_bpb {bpb:.4f}'}")
@@ -206,7 +205,7 @@ class Grid:
 
     def reported(self, optima: Mapping[Arm, Optimum]) -> list[Cell]:
         """Every arm with every seed, at the arm's learning rate. Nothing before these are known."""
-        return [Cell(arm, optima[arm].lr, seed) for seed in self.seeds for arm in self.configs if optima]
+        return [Cell(arm, optima[arm].lr, seed) for seed in self.seeds for arm in optima]
 
     def tune(self) -> dict[Arm, Optimum]:
         """The optimum of each arm. It starts with `lrs` and one other seed, and up to `WIDEN` times it gets more."""
