@@ -44,7 +44,7 @@ class Arm:
     factors: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, **factors: str) -> "Arm":
+    def of(cls, /, **factors: str) -> "Arm":
         """`Arm.of(norm="dyt:alpha=0.8", placement="pre", batch_size="4")`."""
         return cls(tuple(factors.items()))
 
@@ -138,13 +138,12 @@ def outcome(log: list[Row], steps: int, vocab_size: int) -> Row:
     """What the rows of a metrics.jsonl say of a run of so many steps."""
     last = log[-1] if log else {"step": 0}
     final = last if last["step"] == steps else {}
-    seconds = [row["seconds"] for row in log if "seconds" in row]
     return {
         "diverged": "not_finite" in last or final.get("val_loss", 0.0) > math.log(vocab_size),
         "step": last["step"],
         "val_loss": final.get("val_loss"),
         "val_bpb": final.get("val_bpb"),
-        "seconds": seconds[-1] if seconds else None,
+        "seconds": next((row["seconds"] for row in reversed(log) if "seconds" in row), None),
         "log": log,
     }
 
@@ -220,7 +219,7 @@ def rows_of(records: Iterable[Record]) -> list[Row]:
     names = dict.fromkeys(name for record in records for name in record.settings)
     rows = []
     for record in records:
-        own = {"arm": record.arm.name, **dict(record.arm.factors)}
+        own = {"arm": record.arm.name} | dict(record.arm.factors)
         own |= {name: getattr(record, name) for name in COLUMNS}
         settings = {name: record.settings.get(name, UNNAMED[name] * record.known) for name in names}
         rows.append(own | settings | own)
@@ -301,12 +300,14 @@ def name_arms(records: list[Record]) -> tuple[list[Record], list[str]]:
     while count(*names) < count(*differing):
         names.append(max(differing, key=lambda name: count(*names, name)))
     names = sorted(names or factors or ["norm", "placement"], key=[*factors, *order].index)
-    names = [*(name for name in names if name != LOSSY), *{LOSSY}.intersection(differing)]
+    names = [name for name in names if name != LOSSY] + [LOSSY] * (LOSSY in differing)
 
     leading = [name for name in ("recipe", "tokenizer", SIZE) if name in names]
-    causes = {name: FOLLOW.get(name, [] if name in FREE else leading) for name in differing}
-    others = [name for name in differing if count(name, *causes[name]) > count(*causes[name])]
-    others = [] if unknown else [name for name in others if name not in (*names, "lr", "folder")]
+    others = []
+    for name in [] if unknown else differing:
+        causes = FOLLOW.get(name, [] if name in FREE else leading)
+        if name not in (*names, "lr", "folder") and count(name, *causes) > count(*causes):
+            others.append(name)
 
     arms = [Arm(tuple(zip(names, each, strict=True))) for each in values(*names)]
     return [replace(record, arm=arm) for record, arm in zip(records, arms, strict=True)], others
