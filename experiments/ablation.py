@@ -99,9 +99,9 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     for file in folder.glob("cells/*/run.json"):
         read_run_file(file)  # raises ValueError for one of another version
     model, config = next(iter(configs.values()))  # all arms share the text
-    cache, size, column = Path(config.cache_dir), model.vocab_size, config.text_column
+    cache, size = Path(config.cache_dir), model.vocab_size
     longest = max(model.context for model, _ in configs.values())
-    data = prepare(config.data, config.tokenizer, size, cache, longest, None, config.val_data, column)
+    data = prepare(config.data, config.tokenizer, size, cache, longest, None, config.val_data, config.text_column)
     lrs, first = {}, fields_of(model, config)
     for arm, resolved in configs.items():
         here = fields_of(*resolved)
