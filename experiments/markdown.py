@@ -14,8 +14,7 @@ def _block(block: str) -> str:
         return f"<h2>{_inline(block[3:])}</h2>"
     if not block.startswith("|"):
         return f"<p>{_inline(block)}</p>"
-    cells = (line.split("|")[1:-1] for line in block.splitlines())
-    titles, _, *rows = ([_inline(cell.strip()) for cell in row] for row in cells)
+    titles, _, *rows = ([_inline(cell.strip()) for cell in line.split("|")[1:-1]] for line in block.splitlines())
     lines = [f"<tr><th>{'</th><th>'.join(titles)}</th></tr>"]
     lines += [f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in rows]
     return "\n".join(["<table>", *lines, "</table>"])
