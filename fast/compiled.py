@@ -65,9 +65,7 @@ class StaticCache(nn.Module, LayerCache):
 class Stream(list[StaticCache]):
     """The cache of a stream of tokens, a `StaticCache` for each layer. It is empty until the first tokens come."""
 
-    def __init__(self, size: int):
-        super().__init__()
-        self.size = size
+    size: int  # of each layer's cache, in tokens
 
 
 class CompiledDecoder:
@@ -86,7 +84,9 @@ class CompiledDecoder:
 
     def new_cache(self, tokens: int | None = None) -> Any:
         context = self.model.config.context
-        return Stream(min(context, max(SMALLEST, 1 << ((tokens or context) - 1).bit_length())))
+        stream = Stream()
+        stream.size = min(context, max(SMALLEST, 1 << ((tokens or context) - 1).bit_length()))
+        return stream
 
     @torch.inference_mode()
     def next_logits(self, tokens: Tensor, cache: Stream) -> Tensor:
