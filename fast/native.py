@@ -52,6 +52,6 @@ def build(compiler: str, flags: list[str]) -> Path:
     if not library.exists():
         directory.mkdir(parents=True, exist_ok=True)
         part = library.with_suffix(f".{os.urandom(8).hex()}.part")
-        run([compiler, str(SOURCE), *flags, "-o", str(part)])
+        run([compiler, SOURCE, *flags, "-o", part])
         part.replace(library)
     return library
