@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -13,7 +14,7 @@ from data.prepare import prepare
 from experiments.arms import asked_of, ladder, resolve_arms, resolve_factors
 from experiments.costs import EQUAL, Configs, costs, equal_steps, step_times
 from experiments.grid import WIDEN, Cell, Grid, resolve_devices
-from experiments.records import SEARCH, compared, grouped, spelled
+from experiments.records import SEARCH, Arm, compared, grouped, spelled
 from experiments.report import make_report
 from files import digest, read_json, require, warn, write_atomically
 from norms.placement import PLACEMENTS
@@ -102,12 +103,7 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     cache, size = Path(config.cache_dir), model.vocab_size
     longest = max(model.context for model, _ in configs.values())
     data = prepare(config.data, config.tokenizer, size, cache, longest, None, config.val_data, config.text_column)
-    lrs, first = {}, fields_of(model, config)
-    for arm, resolved in configs.items():
-        here = fields_of(*resolved)
-        old = (folder / "cells" / Cell(arm, preset_lr(here), config.seed).name).exists()  # from 5a132b0
-        own = preset_lr(here) if old else here["lr"]
-        lrs[arm] = sorted({own, *(carry_lr(lr, first, here) for lr in options.lrs)})
+    lrs = first_rates(configs, options.lrs, folder)
     measured = measure(configs, options, folder)
     steps = measured["asked"]
     configs = resolve_arms(arms, on_device, steps)
@@ -132,6 +128,22 @@ def resolve_ablation(options: AblationConfig, asked: Asked) -> Grid:
     if options.equal != "tokens":
         write_atomically(folder / COSTS, json.dumps(measured, indent=2) + "\n")
     return grid
+
+
+def first_rates(configs: Configs, lrs: Sequence[float], folder: Path) -> dict[Arm, list[float]]:
+    """The learning rates with which each arm begins: its own, and `lrs`, which are those of the first arm's sizes.
+
+    At 5a132b0, all arms had the rate of the preset. An arm whose runs were begun at that goes on there.
+    """
+    found = {}
+    first = fields_of(*next(iter(configs.values())))
+    for arm, (model, config) in configs.items():
+        here = fields_of(model, config)
+        preset = preset_lr(here)
+        old = folder / "cells" / Cell(arm, preset, config.seed).name
+        own = preset if old.exists() else config.lr
+        found[arm] = sorted({own, *(carry_lr(lr, first, here) for lr in lrs)})
+    return found
 
 
 def measure(configs: Configs, options: AblationConfig, folder: Path) -> Asked:
