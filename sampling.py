@@ -111,8 +111,7 @@ def stream_ids(
     Each sample has its own random numbers, a function of the seed and its index, so it does not depend on the other
     samples. No global random state is touched. `ends` and errors are those of `generate`.
 
-    A GPU computes the next token while Python reads this one, so it may compute one that nobody needs. A CPU does not,
-    so that a slow model shows each token at once.
+    A GPU computes a token ahead while Python reads this one; a CPU does not, so a slow model shows each at once.
     """
     device = model.embed_tokens.weight.device
     samples, count = len(prompts), max_new_tokens(prompts[0], sampling, model.config.context)

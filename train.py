@@ -92,10 +92,9 @@ def step_optimizers(model: Llama, optimizers: list[Optimizer], lr: float) -> Non
 def update_weights(
     model: Llama, optimizers: list[Optimizer], lr: float, clip: float, scaler: GradScaler, step: int = 0
 ) -> Tensor:
-    """Clip the gradients and let the optimizers use them. Returns their norm before clipping.
+    """Clip the gradients, let the optimizers use them, and return their norm before clipping. Only float16 waits.
 
-    If it overflows in float16, the update is skipped, and the loss scale is halved; at a scale of 1, NotFinite names
-    the `step`. Only float16 waits for the device, once.
+    If it overflows in float16, the update is skipped and the loss scale halved; at a scale of 1, NotFinite has `step`.
     """
     for optimizer in optimizers:
         scaler.unscale_(optimizer)

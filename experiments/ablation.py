@@ -170,7 +170,8 @@ def run_ablation(grid: Grid, command: str) -> list[str]:
     """Run what has not ended, and write the report, also when interrupted. Returns its summary."""
     for rates, names in grouped((tuple(rates), arm.name) for arm, rates in grid.lrs.items()).items():
         warn(f"lr {' '.join(map(spelled, rates))}: {', '.join(names)}")
-    arms, number = len(grid.configs), max(map(len, grid.lrs.values()))
+    arms = len(grid.configs)
+    number = max(map(len, grid.lrs.values()))
     if number > 1:
         most = arms * ((number + 1 + WIDEN) ** 2 // 4)  # an arm has the most runs with as many rates as seeds
         warn(f"search: {arms * number} runs at first, in all usually 1.2 to 3 times as many, and at most {most}")

@@ -42,7 +42,9 @@ def find_records(folders: list[Path]) -> list[Record]:
 
     Files beside runs are ignored. A run that an earlier report has as well counts once, so that `runs/*` names all.
     """
-    found, taken, texts = dict[tuple, Record](), dict[tuple, tuple](), dict[str, str]()
+    found = dict[tuple, Record]()
+    taken = dict[tuple, tuple]()
+    texts = dict[str, str]()
     for folder in folders:
         if folder.is_file():
             continue
@@ -71,7 +73,8 @@ def find_records(folders: list[Path]) -> list[Record]:
 
 def read_run(folder: Path, planned: Record | None = None) -> Record:
     """The record of a run directory, or what has come of a `planned` run. Raises ValueError if it is damaged."""
-    run, log = read_run_file(folder / "run.json"), read_rows(folder / "metrics.jsonl")
+    run = read_run_file(folder / "run.json")
+    log = read_rows(folder / "metrics.jsonl")
     resolved = DEFAULTS | run["resolved"]
     values = outcome(log, resolved["steps"], resolved["vocab_size"]) | {
         "machine": machine_of(run),

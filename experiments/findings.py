@@ -255,7 +255,8 @@ def trends_of(found: Comparison) -> dict[Arm, Finding]:
     """
     x = np.log2([*found.flops.values()])
     x -= x.mean()
-    weights, doublings = np.kron(x / (x @ x), (1, -1)), np.ptp(x)  # times losses, they give the slope of effects
+    weights = np.kron(x / (x @ x), (1, -1))  # times losses, they give the slope of effects
+    doublings = np.ptp(x)
     sized = {(arm.without_size, arm.size): group for arm, group in found.arms.items()}
     against = grouped((arm.without_size, other.without_size) for arm, other in found.baselines.items() if arm.size)
     trends = {}

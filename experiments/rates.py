@@ -96,7 +96,9 @@ def next_runs(losses: Losses, reported: int) -> tuple[list[float], int] | None:
 
     It ends when the rate's error costs less than a quarter of the interval of a difference over `reported` seeds.
     """
-    rates, close, found = sorted(losses), close_rates(losses), find_optimum(losses)
+    rates = sorted(losses)
+    close = close_rates(losses)
+    found = find_optimum(losses)
     seeds = max(map(len, losses.values()))
     if found.regret is not None:
         n = max(reported, 2)

@@ -235,7 +235,8 @@ def read_csv(file: Path) -> list[Record]:
     csv.field_size_limit(MAX_SIZE)
     with file.open(newline="", encoding="utf-8-sig", errors="replace") as opened:
         reader = csv.DictReader(opened)
-        columns, rows = list(reader.fieldnames or ()), [(f"{file}, line {reader.line_num}", row) for row in reader]
+        columns = list(reader.fieldnames or ())
+        rows = [(f"{file}, line {reader.line_num}", row) for row in reader]
     for name in ("lr", "seed", "search", "diverged", "step", "val_loss", "val_bpb"):
         require(name in columns, f"{file} lacks the column {name!r}; it is not a runs.csv of this project")
     require(rows, f"{file} has no runs")

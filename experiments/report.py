@@ -232,8 +232,10 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def make_report(folder: Path, records: list[Record], command: str = "") -> list[str]:
     """Write `runs.csv`, `arms.csv`, `report.json`, `table.md`, `report.html` and the figures. Returns the summary."""
     records, others = name_arms(records)
-    found, ended = compare(records), sum(run.ended for run in records)
-    machines, commits = known_values(records, "machine"), known_values(records, "commit")
+    found = compare(records)
+    ended = sum(run.ended for run in records)
+    machines = known_values(records, "machine")
+    commits = known_values(records, "commit")
     summary = [f"**Partial: the search for learning rates has not ended; {ended} of its runs did.**", "", ""]
     if found.arms:
         summary = [verdicts(found), conditions(found, others, commits), resolution(found)]

@@ -54,7 +54,8 @@ def detectable(values: Sequence[float], slack: float, comparisons: int) -> float
     Corrected for so many comparisons, by the strictest of Holm's steps. results/reports/simulate.py checks it.
     """
     degrees = len(values) - 1
-    t, power = t_quantile(degrees, 1 - (1 - CONFIDENCE) / comparisons), t_quantile(degrees, 2 * POWER - 1)
+    t = t_quantile(degrees, 1 - (1 - CONFIDENCE) / comparisons)
+    power = t_quantile(degrees, 2 * POWER - 1)
     room = math.hypot(math.asinh(power / math.sqrt(degrees)), math.log1p(power / t))
     return slack + t * math.exp(room) * stdev(values) / math.sqrt(len(values))
 

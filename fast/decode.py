@@ -65,8 +65,10 @@ def miniature(config: ModelConfig) -> Llama:
 @torch.inference_mode()
 def agrees(model: Llama, most: int) -> bool:
     """Whether C computes what model.py does, which may have been edited: logits after up to `most` cached tokens."""
-    config, dtype = model.config, model.lm_head.weight.dtype
-    tokens, cache = torch.zeros(1, 1, dtype=torch.int64), Cache(model.new_cache(most + 1))
+    config = model.config
+    dtype = model.lm_head.weight.dtype
+    tokens = torch.zeros(1, 1, dtype=torch.int64)
+    cache = Cache(model.new_cache(most + 1))
     past = min(config.context - 1, most)
     shape = 2, 1, config.kv_heads, past, config.head_dim  # keys and values
     generator = torch.Generator().manual_seed(0)
@@ -101,7 +103,9 @@ class Cache(list[LayerCache]):
 
     def next_logits(self, model: Llama, tokens: Tensor) -> Tensor | None:
         """Logits (B, V) after `tokens` (B, 1), or None where torch continues: for a prompt and past the cache."""
-        config, seen, tokens = model.config, self[0].length, tokens.long().contiguous()
+        config = model.config
+        seen = self[0].length
+        tokens = tokens.long().contiguous()
         size = min(self[0].size, config.context)
         if tokens.shape[1] > 1 or not 0 < seen < size or not (self.step or self.plan(model)):
             return None
@@ -115,11 +119,16 @@ class Cache(list[LayerCache]):
 
     def plan(self, model: Any) -> bool:
         """Fill in the table. False if a tensor is not as decode.c reads it."""
-        config, dtype = model.config, model.lm_head.weight.dtype
-        batch, context = len(self[0].keys), self[0].size
-        dim, hidden = config.dim, config.hidden_dim
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        vocabulary, rotary = (config.vocab_size, dim), (config.context, config.head_dim // 2)
+        config = model.config
+        dtype = model.lm_head.weight.dtype
+        batch = len(self[0].keys)
+        context = self[0].size
+        dim = config.dim
+        hidden = config.hidden_dim
+        queries = config.heads * config.head_dim
+        keys = config.kv_heads * config.head_dim
+        vocabulary = (config.vocab_size, dim)
+        rotary = (config.context, config.head_dim // 2)
         cached = batch, config.kv_heads, context, config.head_dim
         matrices = (queries, dim), (keys, dim), (keys, dim), (dim, queries), (hidden, dim), (hidden, dim), (dim, hidden)
         state = model.state_dict() | dict(model.named_buffers())

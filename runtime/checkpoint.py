@@ -103,9 +103,8 @@ def clear_unfinished(run: Path) -> None:
 def save_pretrained(directory: str | Path, model: Any, tokenizer: Tokenizer) -> None:
     """Write a Llama, also a compiled or averaged one or one in DDP, and its tokenizer into a new or empty directory.
 
-    `load_pretrained` opens it, and so does `transformers`, if it has the architecture; otherwise config.json says why
-    not. What was written is read again. Raises ValueError, naming the tensor, for a model that could not be loaded as
-    it is, and leaves no files.
+    `load_pretrained` opens it, and so does `transformers`, if it has the architecture; else config.json says why not.
+    What was written is read again. Raises ValueError, naming the tensor, and leaves no files if it cannot be loaded.
     """
     while type(model).__name__ in ("OptimizedModule", "AveragedModel", "DistributedDataParallel"):
         (model,) = model.children()
