@@ -16,6 +16,7 @@ the error allowed in gradients.
 """
 
 import contextlib
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -417,6 +418,7 @@ def test_the_contract_takes_imported_norms_and_their_oracles(tmp_path):
     chosen = "orphannorm or (values_match_the and float32 and 4096 and (rightnorm or wrongnorm) and not cuda)"
 
     def in_a_fork() -> None:  # of this process, which has imported torch
+        gc.freeze()  # what the process has compiled cannot be freed in a fork
         del sys.modules[__name__]
         with open(tmp_path / "printed", "w") as file, contextlib.redirect_stdout(file):
             pytest.main([__file__, *imports, "-k", chosen, "-q", "-rpf", "--tb=short", "-p", "no:cacheprovider"])
