@@ -20,7 +20,7 @@ SYNONYMS = {  # names in nanoGPT, Hugging Face and generate.py that are not spel
     "--learning-rate": "--lr", "--max-iters": "--steps", "--n-embd": "--dim", "--d-model": "--dim",
     "--block-size": "--context", "--seq-len": "--context", "--checkpoint": "--out",
 }  # fmt: skip
-PATHS = {"data", "val_data", "tokenizer", "init_from", "out", "cache_dir", "config", "checkpoint", "import"}
+PATHS = {"data", "val_data", "tokenizer", "init_from", "out", "cache_dir", "config", "checkpoint", "import", "json"}
 TRUTH = {"true": True, "false": False}
 BY_TYPE: dict[Any, dict[str, Any]] = {  # how argparse reads an option
     bool: {"action": argparse.BooleanOptionalAction},

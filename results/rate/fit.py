@@ -21,8 +21,8 @@ PRESET = 0.015, {"dim": 128, "steps": 500, "batch-size": 8, "layers": 4}
 VARIED = {"width": "dim", "steps": "steps", "batch": "batch-size", "layers": "layers"}
 POWERS = np.arange(-30, 31) / 20
 SHOWN = 0.002  # bits per byte that a factor has to save
-# The third rule: at width 64, the powers lost more than SHOWN to the constant with 250 steps and with 4 sequences.
-# It stops at the next width. Length and batch are fitted after that.
+# The third rule: at width 64, powers fitted without this end lost more than SHOWN to the constant with 4 sequences and
+# at most lengths. Width ends at the next one, and length and batch are fitted after that.
 NARROWEST = 96
 
 

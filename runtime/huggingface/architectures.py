@@ -28,7 +28,7 @@ SIZES = {  # theirs, ours
     "head_dim": "head_dim",
     "max_position_embeddings": "context",
 }
-# Json where null is off, not the default.
+# Fields where null is off, not the default.
 NULLABLE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor")
 CARRIED = {  # fields of some architectures, and our options that say the same
     "partial_rotary_factor": "rotary_fraction",
@@ -90,7 +90,7 @@ class Architecture:
 
 ALSO_CARRIED = ("eps", "cast_order")  # arguments of a norm; the order of casts changes rounding only
 NORM_DEFAULTS = {"elementwise_affine": True, "bias": True, "zero_centered": False, "eps": 1e-5}
-# Json that we compute at one value only, of any architecture, or of some that have this default.
+# Fields that we compute at one value only, of any architecture, or of some that have this default.
 COMMON: Json = {"is_causal": True, "partial_rotary_factor": 1.0}
 COMMON |= dict.fromkeys(["clip_qkv", "attn_logit_softcapping", "quantization_config"])
 COMMON |= dict.fromkeys(["hidden_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"], 0.0)
