@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from config import DEVICES, DTYPES, option
+from files import require
 from machine.device import autocast, pick_device, pick_dtype, set_up_cpu
 from machine.process import bad_input, exit_codes, write
 from runtime.acceleration import fast_decoder
@@ -46,7 +47,9 @@ def main(arguments: list[str]) -> None:
             options = Options(**parser.read(arguments))
             device = pick_device(options.device)
             dtype = pick_dtype(options.dtype, device)
-            prompt = (sys.stdin.buffer.read() if options.prompt == "-" else os.fsencode(options.prompt)).decode()
+            raw = sys.stdin.buffer.read() if options.prompt == "-" else os.fsencode(options.prompt)
+            prompt = raw.decode(errors="ignore")
+            require(prompt.encode() == raw, "--prompt is not text in UTF-8; convert it")
             checkpoint, model, tokenizer = open_checkpoint(options.checkpoint, device)
             ids = tokenizer.encode_prompt(prompt)
             max_new_tokens(ids, options, model.config.context)

@@ -381,8 +381,7 @@ def evaluate_only(run: Run) -> None:
         source = run.source
         if run.earlier or not source:
             source = read_config(checkpoints.find_checkpoint(run.folder))
-            same = source.config == run.model_config
-            require(same, f"{source.directory} does not match the model in {run.folder / 'run.json'}")
+            require(source.config == run.model_config, f"{source.directory} does not match the model in run.json")
         model = read_model(source, run.model_config).to(run.device, torch.float32).eval()
     val_loss, val_bpb = evaluate(model, run)
     if distributed.is_main():

@@ -278,7 +278,7 @@ def test_invalid_prompts_and_compiling_without_a_compiler_are_refused(run, refus
     line = refused(command.main, [*common, "--prompt", "x" * 48])
     assert "--tokens 1 plus 48 of the prompt exceed the model's context of 48; shorten either" in line
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
-    assert "'utf-8' codec can't decode byte 0xff in position 2" in refused(command.main, [*common, "--prompt", "-"])
+    assert "--prompt is not text in UTF-8" in refused(command.main, [*common, "--prompt", "-"])
     assert "--stop must not be empty" in refused(command.main, [*common, "--stop", "a", "--stop", ""])
     monkeypatch.setattr("machine.device.missing_for_compile", lambda device: "a compiler")
     assert refused(command.main, [*common, "--compile"]) == "error: --compile needs a compiler; or use --no-compile\n"

@@ -183,9 +183,8 @@ def read_tokenizer(source: StoredModel) -> Tokenizer:
     """The tokenizer beside a model. Raises ValueError if it is missing, damaged or does not match the model."""
     directory, kind, described = source.directory, source.tokenizer, source.described
     theirs = (directory / "tokenizer.json").is_file()
-    ours = kind in TOKENIZER_KINDS
-    if kind == SentencePieceTokenizer.kind and theirs:
-        ours = False  # transformers saves a tokenizer.json, and reads no tokenizer.model beside it
+    # transformers saves a tokenizer.json, and reads no tokenizer.model beside it.
+    ours = kind in TOKENIZER_KINDS and not (kind == SentencePieceTokenizer.kind and theirs)
     if kind == ByteTokenizer.kind and theirs:
         added = read_json(directory / "tokenizer.json", dict).get("added_tokens", ())
         ours = len(added) <= 1  # or else tokens were added
