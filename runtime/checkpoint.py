@@ -219,7 +219,7 @@ def load_checkpoint(checkpoint: Path, model: Llama, optimizers: list[Optimizer])
 def verify(checkpoint: Path, leave_out: Collection[str] = ()) -> None:
     """Raise ValueError, naming the file, unless every file but those in `leave_out` matches the manifest."""
     hashes = read_json(checkpoint / MANIFEST, dict[str, str])
-    require(hashes.keys() >= TRAINING_STATE, f"{checkpoint / MANIFEST} is damaged: it does not list {TRAINER}")
+    require(hashes.keys() >= TRAINING_STATE, f"{checkpoint / MANIFEST} is damaged: it does not list all files")
     for name in hashes.keys() - leave_out:
         file = checkpoint / name
         intact = file.is_file() and sha256(file) == hashes[name]

@@ -269,7 +269,7 @@ def commit() -> str | None:
         return subprocess.run(f"git {command}".split(), cwd=ROOT, capture_output=True, text=True).stdout
 
     head = git("rev-parse --short=12 HEAD").strip()
-    others = ":!tests :!results :!examples :!*site-packages*"  # the last one of an environment
+    others = ":!tests :!results :!examples :!*site-packages*"  # the last are packages of an environment
     lines = git(f"status --porcelain -z -uall --no-renames *.py *.c {others}").split("\0")
     names = [line[3:] for line in lines if "/" in line or line[:1] not in ("?", "")]  # new files count in folders only
     hashes = [(name, (ROOT / name).exists() and sha256(ROOT / name)) for name in names]
