@@ -36,8 +36,7 @@ def process_group() -> Iterator[None]:
         torch.cuda.set_device(local_rank())
     store, number, count = next(dist.rendezvous("env://"))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        # After a restart, torchrun's store still has the addresses of the ranks that are gone. On several machines the
-        # number of restarts may differ.
+        # The store still has the addresses of ranks before a restart. Several machines may count restarts differently.
         store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cards else "gloo", store=store, rank=number, world_size=count)
     try:

@@ -30,7 +30,8 @@ class Progress(ExitStack):
             keep_rows(run.folder / "metrics.jsonl", step)  # before a new --save-every is in run.json
         write_run_file(run.folder / "run.json", description)
         self.log = Log(run.folder, step, self.enter_context(open_tracker(config.log, run.folder, description, step)))
-        self.bar = self.enter_context(tqdm(total=config.steps, initial=step, disable=None, dynamic_ncols=True, unit="step"))
+        bar = tqdm(total=config.steps, initial=step, unit="step", disable=None, dynamic_ncols=True)
+        self.bar = self.enter_context(bar)
         self.printed = self.reported = time.perf_counter()
         lr, preset = f"lr {config.lr}", preset_lr(description["resolved"])
         if "lr" not in run.asked and (config.init_from or preset != config.lr):
