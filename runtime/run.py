@@ -170,8 +170,8 @@ def resolve(
     if device.type == "mps":
         # The limits are CUDA's: 12 GB for 64 sequences of `small`. In fp32 with all scores of attention, they need 16.
         memory = 0.75 * torch.mps.recommended_max_memory()
-    keeps = {"lr": kept["lr"]} if continues else {}  # not derived again, in the middle of its schedule
-    model, training = configure(keeps | asked, found, previous, memory)
+    keeps = {"asked": {"lr": kept["lr"]} | before} if continues else {}  # not derived again, amid its schedule
+    model, training = configure(asked, found, previous and previous | keeps, memory)
     if everything.get("init_from") and not continues:
         longest = found["trained_context"] or found["context"]
         if model.context > longest:
