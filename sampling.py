@@ -124,7 +124,7 @@ def stream_ids(
     decoder = decoder or model
     cache, ids = decoder.new_cache(tokens.shape[1] + count), [INVALID] * samples
     ahead = int(device.type == AHEAD)  # the number of steps
-    launched: list[Callable[[], list[int]]] = []  # functions that read the ids
+    launched: list[Callable] = []  # functions that read the ids
     for index in range(count + ahead):
         if index < count:
             sampled = draw(decoder.next_logits(tokens, cache), sampling, points[index])  # B
