@@ -223,6 +223,14 @@ def test_a_changed_default_or_an_unknown_option_does_not_change_what_was_resolve
     assert {flag_name(name) for name in asked} - {line.split()[0] for line in fixed} == {"--min-lr"}
 
 
+def test_a_run_that_goes_on_has_the_rate_that_it_had():
+    """Of 5a132b0, also with a --min-lr above the rate that a new run of these sizes has."""
+    run = run_of("--dim 256", lr=0.015, min_lr=0.01)
+    run["asked"]["min_lr"] = 0.01
+    for flags, lr in (("", 0.015), ("--steps 1500 --clip 2", 0.015), ("--lr 0.02", 0.02)):
+        assert resolve(read_train(flags.split()), run, continues=True)[2].lr == lr
+
+
 def test_another_machine_does_not_change_a_run(monkeypatch):
     """Unless it lacks what the run used, or a flag asks."""
     monkeypatch.setattr("machine.device.fast_bfloat16", lambda: False)
