@@ -58,9 +58,9 @@ class Corpus:
         cache_dir.mkdir(parents=True, exist_ok=True)
         self._files, self._key = self._find()
         index = cache_dir / f"{self.name}-{self._key[:12]}.index"
-        # Ranks and runs start together.
-        with nullcontext() if read_cached(index, self._key) else lock_file(index.with_suffix(".lock"), wait=True):
-            record = read_cached(index, self._key)
+        record = read_cached(index, self._key)
+        with nullcontext() if record else lock_file(index.with_suffix(".lock"), wait=True):
+            record = record or read_cached(index, self._key)  # ranks and runs start together
             if not record:
                 before = len(warned)
                 record = self._read[0] | {"said": warned[before:]}

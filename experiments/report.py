@@ -75,7 +75,8 @@ def verdicts(found: Comparison) -> str:
 
 def by_verdict(found: dict[Arm, Finding]) -> str:
     """`a and b are better; c is undecided`, with numbers if these are few."""
-    few, parts = len(found) <= FEW, []
+    few = len(found) <= FEW
+    parts = []
     groups = grouped(((each.verdict, each.words), arm) for arm, each in found.items())
     for ((verdict, reason), words), arms in sorted(groups.items(), key=lambda item: VERDICTS.index(item[0][0][0])):
         if verdict == NO_VERDICT:
