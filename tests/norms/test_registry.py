@@ -18,7 +18,7 @@ def test_optional_and_other_arguments_of_imported_norms(monkeypatch):
     monkeypatch.setattr("norms.registry.TRAITS", traits := dict[str, Traits]())
     register("mine", causal_in_training=False)(Mine)
     assert not traits["mine"].per_token, "later tokens are other tokens"
-    for norm_args in (read_pairs("--norm-arg", ["eps=1e-5", "kind=b", "size=3"]), {"eps": 1}):
+    for norm_args in (read_pairs("--norm-arg", ["eps=1e-5", "kind=b", "size=3"]), {"eps": -1}, {"eps": 0}):
         assert type(build_norm("mine", 8, **norm_args)) is Mine
     wrong = {"kind=c": "kind of norm 'mine' takes a or b, not 'c'", "eps=b": "takes a number, not 'b'"}
     wrong |= {"size=3.5": "takes an integer, not 3.5", "eps=true": "takes a number, not True"}
