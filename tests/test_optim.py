@@ -41,8 +41,8 @@ def muon_by_svd(weight, gradients, lr, decay, momentum):
 def test_muon_matches_the_svd_formula(lr, dtype, tolerance, monkeypatch):
     """Newton-Schulz rounds 15 products, in bf16 by 2⁻⁹ each (measured: 0.010 to 0.012). The rate is the schedule's."""
     monkeypatch.setattr("optim.BATCH", 2)
-    monkeypatch.setattr("optim.ELEMENTS", 0)
-    shapes = [(24, 24), (24, 40), (40, 24), (24, 24), (40, 24), (8, 24), (24, 24)]  # one is of a second batch
+    monkeypatch.setattr("optim.ELEMENTS", 3 * 24 * 24)
+    shapes = [(24, 24), (24, 40), (40, 24), (24, 24), (40, 24), (8, 24), (24, 24), (24, 24)]  # three at once
     starts = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in shapes]
     weights = [torch.nn.Parameter(start.clone()) for start in starts]
     unused = torch.nn.Parameter(torch.ones(24, 24))
