@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import generate as command
@@ -184,6 +184,7 @@ def test_generate_says_what_is_wrong(model, ids, message):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
+@example("caé😀", [], ["caé😀", "é", "aé"])
 @given(
     st.text(alphabet="abé€😀\n", max_size=12),
     st.lists(st.integers(0, 40), max_size=12),
