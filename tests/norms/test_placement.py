@@ -178,6 +178,15 @@ def test_mix_is_post_norm_in_the_first_quarter(layers, post):
         assert kinds == [PostNorm] * post + [PreNorm] * (layers - post)
 
 
+@pytest.mark.parametrize("placement", ["attnres", "attnres-block"])
+def test_scores_that_are_not_scaled_are_those_of_a_larger_query(placement):
+    """By the root of the width, 4. A power of two changes no other bit."""
+    model, scaled = (randomize(model_of(placement, placement_args={"scale_scores": each})) for each in (False, True))
+    for name, weight in scaled.named_parameters():
+        weight.data.mul_(4 if name.endswith("query") else 1)
+    assert torch.equal(model(TOKENS), scaled(TOKENS))
+
+
 BETA = 0.42044820762685725  # (8 · 4)^-¼
 GAINS = {"value": BETA, "attention_out": BETA, "gate": BETA, "up": BETA, "down": BETA}
 
