@@ -2,9 +2,6 @@
 
 What all of it computes is compared in test_minimal.py and norms/test_placement.py, with float64 formulas, and in
 test_parity.py.
-
-Tolerances: fp32 has a relative error of 6e-8 per operation. In sums of up to 100 products of values near 1, a few
-layers deep, this adds up to about 1e-6. A tolerance of 1e-5 allows for that and little more.
 """
 
 import copy
