@@ -90,10 +90,10 @@ def test_the_cache_changes_no_logit_and_no_sample():
     assert greedy[:, :4].equal(TOKENS[:, :4]) and greedy[:, 4:].equal(model(greedy)[:, 3:-1].argmax(-1))
 
 
-def test_each_flag_of_the_command_matters(text, capsys):
+def test_each_flag_of_the_command_matters(text, capsys, main=minimal.main):
     flags = ["", "--norm rmsnorm --placement pre --lr 0.004 --seed 0"]
     flags += ["--norm layernorm", "--placement post", "--lr 0.01", "--seed 1", "--steps 2"]
-    found = [minimal.main(f"--data {text} --steps 1 {each}".split()) or capsys.readouterr().out for each in flags]
+    found = [main(f"--data {text} --steps 1 {each}".split()) or capsys.readouterr().out for each in flags]
     assert found[0] == found[1] and len({*found}) == 6
 
 
