@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -242,10 +243,11 @@ def test_a_restart_continues_what_its_launch_has_left(left, monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("error", [ValueError("a"), OSError(errno.ENOSPC, "b"), InUse("c")], ids=repr)
 def test_an_error_of_a_rank_is_sent_to_all(error, monkeypatch):
-    gather = Mock(side_effect=lambda found: [None, found])
+    gather = Mock(side_effect=lambda found: [None, pickle.loads(pickle.dumps(found))])
     monkeypatch.setattr(distributed, "all_gather", gather)
-    with pytest.raises(type(error)), distributed.raise_on_all_ranks():
+    with pytest.raises(type(error)) as raised, distributed.raise_on_all_ranks():
         raise error
+    assert raised.value is error
     gather.assert_called_once_with(error)
 
 
