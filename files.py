@@ -50,7 +50,7 @@ def require(condition: object, message: str) -> None:
 
 def is_a(value: Any, kind: Any) -> bool:
     """Whether a value has the type `kind`. An int is accepted as a float, but a bool is not accepted as an int."""
-    if kind is Any:
+    if kind is Any or type(value) is kind:
         return True
     if get_origin(kind) is Literal:
         return value in get_args(kind)
@@ -61,9 +61,7 @@ def is_a(value: Any, kind: Any) -> bool:
         return type(value) is dict and all(is_a(key, of_key) and is_a(value[key], of_item) for key in value)
     if isinstance(kind, UnionType):
         return any(is_a(value, each) for each in get_args(kind))
-    if kind is float and type(value) is int:
-        return abs(value) <= sys.float_info.max
-    return type(value) is kind
+    return kind is float and type(value) is int and abs(value) <= sys.float_info.max
 
 
 def read_json(path: Path, kind: Any) -> Any:
