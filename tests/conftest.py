@@ -1,5 +1,6 @@
 """For all tests: one thread, because their tensors are small; no CUDA device; imported norms; fixtures."""
 
+import gc
 import hashlib
 import json
 import os
@@ -32,6 +33,10 @@ def pytest_configure(config: pytest.Config) -> None:
         import_files(config.getoption("imports"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the imports of torch and transformers, which take long to go through
 
 
 def pytest_runtest_setup() -> None:
