@@ -3,6 +3,7 @@
 import math
 import sys
 from pathlib import Path
+from statistics import median
 
 import matplotlib
 import numpy as np
@@ -12,8 +13,9 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
-from search import FIT, losses_at  # noqa: E402
+from search import FIT, HELD, LONG, losses_at  # noqa: E402
 
+from config import DEFAULTS, carry_lr  # noqa: E402
 from experiments.rates import UNIT, close_rates, find_optimum, points  # noqa: E402
 from experiments.statistics import t_quantile  # noqa: E402
 
@@ -27,7 +29,11 @@ NARROWEST = 96
 
 
 def sizes_of(point: str) -> dict[str, float]:
-    words = FIT[point][0].replace("--", "").split()
+    return sizes(FIT[point][0])
+
+
+def sizes(flags: str) -> dict[str, float]:
+    words = flags.replace("--", "").split()
     return PRESET[1] | {
         name: float(value) for name, value in zip(words[::2], words[1::2], strict=True) if name in PRESET[1]
     }
@@ -81,6 +87,34 @@ def draw(found: list[str], powers: dict[str, float]) -> None:
     figure.savefig(ROOT / "docs/rate.png", dpi=110)
 
 
+def print_held() -> None:
+    """Losses are the parabola's. Where the search found no optimum (†), they are means of seeds, interpolated."""
+    print(
+        "\n| held out | best rate | val_bpb | rule | val_bpb | regret | val_bpb at 0.015 | regret |\n"
+        "|---|---|---|---|---|---|---|---|"
+    )
+    regrets = []
+    for point, flags in [*((name, flags) for name, (flags, _) in HELD.items()), ("long", LONG)]:
+        if not (losses := losses_at(point)):
+            continue
+        best = find_optimum(losses)
+        here = DEFAULTS | {name.replace("-", "_"): value for name, value in sizes(flags).items()}
+        rule = carry_lr(PRESET[0], DEFAULTS, here)
+        logs, means = [math.log(lr) for lr in losses], [float(np.mean(each)) for each in losses.values()]
+        if best.regret is None:
+            lowest, mark = min(means), " †"
+            at_rule, at_preset = (float(np.interp(math.log(lr), logs, means)) for lr in (rule, PRESET[0]))
+        else:
+            a, _, _ = np.polyfit(*points(losses, close_rates(losses)), 2)
+            lowest, mark = best.loss, ""
+            at_rule, at_preset = (lowest + a * math.log(lr / best.lr) ** 2 for lr in (rule, PRESET[0]))
+        regrets.append((at_rule - lowest, at_preset - lowest))
+        cells = f"{best.lr:.3g}{mark} | {lowest:.4f} | {rule:.3g} | {at_rule:.4f} | {at_rule - lowest:.4f}"
+        print(f"| `{flags}` | {cells} | {at_preset:.4f} | {at_preset - lowest:.4f} |")
+    medians = ", ".join(f"{median(each):.4f}, at worst {max(each):.4f}" for each in zip(*regrets, strict=True))
+    print(f"\nMedian regret of the rule and of 0.015: {medians}")
+
+
 def main() -> None:
     found = [point for point in FIT if not point.startswith("adamw") and len(losses_at(point)) >= 5]
     names = list(PRESET[1])
@@ -122,6 +156,7 @@ def main() -> None:
             f"{parabola_at(point)[1]:.3g} | {search} | {lr:.3g} | {regret(point, lr):.4f} | {regret(point, 0.015):.4f}"
         )
         print(f"| `{FIT[point][0]}` | {cells} |")
+    print_held()
     draw(found, powers)
 
 
