@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import os
+from codecs import BOM_UTF8
 from pathlib import Path
 
 import pyarrow
@@ -191,8 +192,9 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path, name, content, message)
 def test_invalid_utf8_is_refused_with_its_byte_offset(tmp_path, before, bad):
     content = (b"a" * 63 + b"\n") * (before // 64 + 1)
     content = content[:before] + bad
-    for path in (write(tmp_path / "bad.txt", content), write(tmp_path / "bad.gz", gzip.compress(content, 1))):
-        with pytest.raises(ValueError, match=rf"^{path}: not UTF-8 at byte {before};.*$"):
+    marked = gzip.compress(BOM_UTF8 + content, 1)
+    for path, mark in ((write(tmp_path / "bad.txt", content), 0), (write(tmp_path / "bad.gz", marked), 3)):
+        with pytest.raises(ValueError, match=rf"^{path}: not UTF-8 at byte {before + mark};.*$"):
             text_of(path)
 
 
