@@ -64,6 +64,7 @@ def test_an_interval_covers_the_median_nineteen_times_in_twenty():
     draws = np.random.default_rng(0).exponential(size=(2000, 100))
     covered = [low <= np.log(2) <= high for _, low, high in map(interval, draws.tolist())]
     assert 0.93 < np.mean(covered) < 0.98
+    assert interval([*range(100, 0, -1)]) == (50.5, 41, 60), "as many ranks below as above"
 
 
 def test_steps_of_the_same_cost():
