@@ -211,9 +211,9 @@ def test_learning_rate_schedules():
     assert [learning_rate(cosine, step) for step in (0, 9, 10, 55, 99)] == pytest.approx([0.1, 1, 1, 0.5, last])
     stable = TrainConfig(schedule="wsd", steps=100, warmup=10, lr=1.0)
     assert [learning_rate(stable, step) for step in (10, 79, 90, 99)] == pytest.approx([1.0, 1.0, 0.5, 0.05])
-    for schedule, middle in (("cosine", 0.625), ("linear", 0.625), ("wsd", 1.0)):
+    for schedule, late in (("cosine", 0.625 - 0.375 * math.sqrt(0.75)), ("linear", 0.375), ("wsd", 0.8125)):
         floored = TrainConfig(schedule=schedule, steps=100, warmup=10, lr=1.0, min_lr=0.25)
-        assert [learning_rate(floored, step) for step in (4, 55, 100)] == pytest.approx([0.5, middle, 0.25])
+        assert [learning_rate(floored, step) for step in (4, 85, 100)] == pytest.approx([0.5, late, 0.25])
     constant = TrainConfig(schedule="constant", steps=100, warmup=0, lr=1.0)
     assert {learning_rate(constant, step) for step in range(100)} == {1.0}
 
