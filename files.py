@@ -61,7 +61,9 @@ def is_a(value: Any, kind: Any) -> bool:
         return type(value) is dict and all(is_a(key, of_key) and is_a(value[key], of_item) for key in value)
     if isinstance(kind, UnionType):
         return any(is_a(value, each) for each in get_args(kind))
-    return kind is float and type(value) is int and abs(value) <= sys.float_info.max
+    if kind is float and type(value) is int:
+        return abs(value) <= sys.float_info.max
+    return False
 
 
 def read_json(path: Path, kind: Any) -> Any:
