@@ -52,7 +52,8 @@ def test_shares_of_norms_by_hand(takes, tmp_path, capsys):
     """A copy of 64 × 64 numbers takes 2 µs. Forward moves as many bytes as a copy, forward and backward 2.5 times."""
     seconds = {"copy": 2e-6, "F.layer_norm forward": 3e-6, "F.layer_norm both": 5e-6, "forward": 4e-6, "both": 2e-5}
     timed = takes(seconds)
-    report = report_of("norms --rows 64 --dim 64 --device cpu", tmp_path / "new" / "report.json")
+    report = report_of("norms --rows 64 --dim 64 --device cpu", tmp_path / "the new" / "report.json")
+    assert report["command"].endswith(f" cpu --json '{tmp_path}/the new/report.json'")
     assert report["copy in float32, GB/s"] == pytest.approx(2 * 64 * 64 * 4 / 2e-6 / 1e9)
     assert report["copy in bfloat16, GB/s"] == pytest.approx(2 * 64 * 64 * 2 / 2e-6 / 1e9)
     rows = {row["norm"]: [row[name] for name in list(row)[2:]] for row in report["rows"] if row["dtype"] == "float32"}
@@ -62,6 +63,14 @@ def test_shares_of_norms_by_hand(takes, tmp_path, capsys):
     printed = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("dyt "))
     assert printed.split() == ["dyt", "float32", *(f"{value:.3g}" for value in rows["dyt"])]
     assert [gradient.shape for gradient in timed["layernorm both"]()] == [(64, 64), (64,), (64,)]
+    files = [str(bench.parse([name])[1]) for name in ("norms", "train", "generate")]
+    assert files == ["runs/bench-norms.json", "runs/bench-train.json", "runs/bench-generate.json"]
+
+
+def test_candidates_take_turns_and_the_first_two_rounds_do_not_count():
+    clock = iter((9, 90, 8, 80, 1, 20, 3, 10, 2, 30))
+    found = benchmarks.time_alternately({"a": print, "b": print}, 3, torch.device("cpu"), lambda *_: next(clock))
+    assert found == {"a": 2, "b": 20} and not [*clock]
 
 
 def test_shares_of_a_training_step_by_hand(takes, monkeypatch, tmp_path):
