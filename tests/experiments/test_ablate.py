@@ -26,7 +26,8 @@ fork, until = conftest.fork, conftest.until
 def arguments(tmp_path_factory, text) -> list[str]:
     """Of a comparison of two runs."""
     folder = tmp_path_factory.mktemp("ablation")
-    return f"{FLAGS} --seeds 1 --jobs 2 --data {text} --cache-dir {folder / 'cache'} --out {folder / 'out'}".split()
+    flags = f"{FLAGS} --seeds 1 --jobs 2 --data {text} --cache-dir {folder / 'cache'} --out"
+    return [*flags.split(), str(folder / "the out")]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_the_table_follows_from_runs_csv_which_follows_from_the_logs(folder, arg
     assert f"| layernorm:bias=false | {arm - base:+.4f} (1) | no verdict | – | – | {arm:.4f} (1) | 0.01 |" in table
     report = json.loads((folder / "report.json").read_text())
     assert report["arms"][0]["val_bpb"] == base and report["comparisons"][0]["difference"] == arm - base
-    command = "python ablate.py " + " ".join(arguments)
+    command = "python ablate.py " + " ".join(arguments[:-1]) + f" '{folder}'"
     assert (folder / "command.txt").read_text() == command + "\n" and command in table and ", torch " in table
     for kind, start in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
         assert all((folder / f"{name}.{kind}").read_bytes().startswith(start) for name in ("curves", "watch"))
@@ -79,7 +80,7 @@ def test_commands_of_runs_for_other_machines(arguments, folder, capsys, monkeypa
         lines = capsys.readouterr().out.splitlines()
         assert not ended.value.code and len(lines) == number
     line = lines[0].replace("'printenv OMP_NUM_THREADS; echo'", "printenv OMP_NUM_THREADS; echo")
-    run = Path(re.findall(r"-e (\S+)/run.json", line)[0])
+    run = Path(re.findall(r"-e '(.+)/run.json'", line)[0])
     assert not run.exists()
     for flag in ("--seed=1000 ", "--resume "):
         threads, command = subprocess.run(["sh", "-c", line], capture_output=True, text=True).stdout.splitlines()
