@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import train
-from pages.run import plot_loss, write_page
+from pages.run import figure, plot_loss, write_page
 from runtime.run_dir import Log, read_run_file, write_run_file
 
 # A token has 2.5 bytes: 4 nats per token are 4 / ln 2 / 2.5 = 2.308 bits per byte.
@@ -26,6 +26,7 @@ def test_loss_is_drawn_in_nats_and_gzip_where_its_bits_per_byte_are():
     assert val_line == [[20, 4.5], [30, 4.0]]
     assert [y for _, y in gzip] == pytest.approx([2.0 / 0.577078] * 2)
     assert plot_loss([ROWS[0], {"step": 15, "not_finite": True}], gzip_bpb=2.0).axes  # without an evaluation
+    assert figure(plot_loss(ROWS, 2.0), "") == figure(plot_loss(ROWS, 2.0), ""), "the same bytes at any time"
 
 
 def test_the_page_of_a_run_loads_nothing_and_says_what_was_run_and_what_came_out(tmp_path):
