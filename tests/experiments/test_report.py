@@ -187,7 +187,7 @@ def test_the_page_has_sentences_table_figures_and_folded_the_rest(summarize, tmp
     order = f"<h1>{tmp_path.name}: rmsnorm and dyt</h1>.*Compared .*<h2>Comp.*<td>dyt</td>.*<h2>Learning rates"
     order += ".*<img.*<img.*<details><summary>How to.*ablate.py --norms.*<summary>Settings"
     assert re.search(order, html, re.DOTALL) and html.count("<td>0.01</td><td>0.0000</td>") == 2
-    assert markdown("## Title\n\n**1.25** and *not*") == "<h2>Title</h2>\n<p><strong>1.25</strong> and *not*</p>"
+    assert markdown("## A\n\n**1** or *2* **3**") == "<h2>A</h2>\n<p><strong>1</strong> or *2* <strong>3</strong></p>"
     assert markdown("`--out <x>`") == "<p><code>--out &lt;x&gt;</code></p>"
 
 
