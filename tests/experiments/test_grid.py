@@ -275,10 +275,10 @@ def test_runs_wait_for_a_free_place(resolve, monkeypatch):
 
     monkeypatch.setattr(Grid, "start", start)
     monkeypatch.setattr("experiments.grid.POLL_SECONDS", 0.0)
-    grid = resolve("--seeds 5 --jobs 2")
+    grid = resolve("--seeds 6 --jobs 2")
     wanted = grid.reported(grid.tune())
     assert list(replace(grid, devices=("one", "other")).run(wanted)) == wanted
-    assert started == [(0, "one"), (1, "other"), (2, "one"), (3, "other"), (4, "one")]
+    assert started == [(0, "one"), (1, "other"), (2, "one"), (3, "other"), (4, "one"), (5, "other")]
 
 
 @pytest.mark.parametrize(
