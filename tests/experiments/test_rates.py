@@ -54,7 +54,8 @@ def test_the_optimum_is_the_vertex_and_its_regret_what_its_error_costs():
     [
         (parabola(0.003, 0.02), LOW, LOW / SPACING),
         (parabola(0.0175, STEEP), NEXT, HIGH * SPACING),
-        (parabola(0.01, STEEP, rates=[1e-4, 4e-3, 5e-3, 0.01, 0.04]), 0.01, 0.02),  # in the widest gap nearby
+        (parabola(0.01, STEEP, rates=[1e-4, 2e-3, 8e-3, 0.01, 0.012, 0.02, 0.2]), 0.01, 0.004),  # in the widest gap
+        (parabola(0.01, STEEP, rates=[1e-4, 5e-3, 8e-3, 0.01, 0.012, 0.05, 0.9]), 0.01, 0.0245),  # two rates away
         ({lr: [2, 2, math.inf] for lr in RATES}, LOW, LOW / SPACING),
     ],
 )
