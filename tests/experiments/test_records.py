@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from config import configure
-from experiments.records import Arm, Record, name_arms, outcome, read_csv, settings_of
+from experiments.records import Arm, Record, name_arms, outcome, read_csv, rows_of, settings_of
 from experiments.report import make_report
 from runtime.run import fields_of
 from tests.experiments.made import KNOWN, records, search
@@ -64,6 +64,7 @@ def test_runs_csv_comes_back_as_it_was(tmp_path, undrawn):
     runs = records({arm: [2.0, 2.1, None] for arm in arms}, **known)
     runs += [replace(runs[0], seed=3, step=0, val_loss=None, val_bpb=None)]
     runs += search(arms[1], {0.003: [2.5], 1e-05: [None]}, **known)
+    assert [row["clip"] for row in rows_of([runs[0], replace(runs[0], settings={}, arm=Arm())])] == ["1", ""], "unknown"
     make_report(tmp_path, runs)
     (tmp_path / "runs.csv").write_text("\ufeff" + (tmp_path / "runs.csv").read_text().replace(",True,", ",TRUE,"))
     again = read_csv(tmp_path / "runs.csv")
