@@ -155,16 +155,17 @@ def test_any_directory_gives_its_tokenizer_to_a_new_model(directories, tmp_path)
 @pytest.mark.parametrize("begins", [True, False])
 def test_documents_begin_as_prompts_do_in_transformers_and_a_held_out_tail_does_not(directories, tmp_path, begins):
     shutil.copy(directories["llama"] / "tokenizer.model", tmp_path)
-    fields = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", "bos_token": "<s>", "add_bos_token": begins}
+    fields = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", "bos_token": "<begin>", "add_bos_token": begins}
     write(tmp_path / "tokenizer_config.json", **fields)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     theirs.save_pretrained(tmp_path)
     ours, texts = PretrainedTokenizer(tmp_path), [TEXT[:9000], *(f"a note {number}" for number in range(60))]
-    assert ours.encode_prompt("once") == theirs("once")["input_ids"] == [1] * begins + ours.encode("once")
+    assert ours.encode_prompt("once") == theirs("once")["input_ids"] == [500] * begins + ours.encode("once")
+    assert (ours.text_vocab_size, ours.vocab_size) == (500 + begins, 501), "no text needs the last one"
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     prepared = prepare([str(tmp_path / "a.jsonl")], "", 0, tmp_path / "cache", 16, ours)
     head, tail = ours.encode_prompt(TEXT[:8100]), ours.encode(TEXT[8100:9000])
-    assert (head[0] == 1) == begins and tail[0] != 1
+    assert (head[0] == 500) == begins and tail[0] != 500
     corpus = Corpus([str(tmp_path / "a.jsonl")], tmp_path)
     for split, first, tokens in (("train", head, prepared.train), ("val", tail, prepared.val)):
         _, *notes = ("".join(chunks) for part, _, chunks in corpus.parts() if part == split)
