@@ -73,16 +73,17 @@ def test_candidates_take_turns_and_the_first_two_rounds_do_not_count():
     assert found == {"a": 2, "b": 20} and not [*clock]
 
 
-def test_shares_of_a_training_step_by_hand(takes, monkeypatch, tmp_path):
-    """The product of two 10² matrices has 2000 FLOPs and takes 1 ms; the step of 2 sequences of 16 tokens half a s."""
+def test_shares_of_a_training_step_by_hand(takes, monkeypatch, tmp_path, capsys):
+    """The product of two 10² matrices has 2000 FLOPs and takes 1 µs; the step of 2 sequences of 16 tokens half a s."""
     memory = iter([3e6, 10e6])
     monkeypatch.setattr(benchmarks, "peak_memory", lambda device: next(memory))
     monkeypatch.setattr(benchmarks, "PRODUCT_SIZE", {"cpu": 10})
-    takes({"product": 1e-3, "step": 0.5})
+    takes({"product": 1e-6, "step": 0.5})
     report = report_of(f"train {MODEL} --batch-size 4 --micro-batch-size 2 --norm dyt", tmp_path / "report.json")
-    bound = 2000 / 1e-3 / FLOPS
+    bound = 2000 / 1e-6 / FLOPS
     (row,) = report["rows"]
     assert row == {"tokens/s": 64, "upper bound": round(bound), "fraction": pytest.approx(64 / bound), "memory, MB": 7}
+    assert capsys.readouterr().out.split()[-4:] == ["64", str(round(bound)), f"{64 / bound:.3g}", "7"]
 
 
 def test_shares_of_generation_by_hand(takes, monkeypatch, tmp_path):
