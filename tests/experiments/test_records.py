@@ -115,7 +115,8 @@ STAR: list[dict[str, Any]] = [{"dim": "32"}, {"clip": "0"}, {"lr": "0.1"}, {"mom
         ([{}, {"recipe": "qwen3", "qk_norm": "head", "init": "mup"}], ["llama", "qwen3"], ["init"]),
         ([{}, GEMMA, GEMMA | {"clip": "0"}], ["llama clip=1", "gemma3 clip=1", "gemma3 clip=0"], []),
         ([{}, *STAR], ["dim=128 lr=0.015 momentum=0.85 clip=1", "dim=32 lr=0.015 momentum=0.85 clip=1"], []),
-        ([{"folder": "x"}, {"folder": "y"}], ["x", "y"], []),  # the same options and seed
+        ([{"folder": "x/a"}, {"folder": "x/b"}], ["a", "b"], []),  # the same options and seed
+        ([{"folder": "x/a"}, {"folder": "y/a"}], ["x/a", "y/a"], []),
     ],
 )
 def test_arms_are_named_by_the_fewest_options_that_tell_them_apart(runs, names, others):
