@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import train
-from pages.run import figure, plot_loss, write_page
+from pages.html import image_of
+from pages.run import plot_loss, write_page
 from runtime.run_dir import Log, read_run_file, write_run_file
 
 # A token has 2.5 bytes: 4 nats per token are 4 / ln 2 / 2.5 = 2.308 bits per byte.
@@ -20,13 +21,14 @@ ROWS = [
 
 
 def test_loss_is_drawn_in_nats_and_gzip_where_its_bits_per_byte_are():
-    (axes,) = plot_loss(ROWS, gzip_bpb=2.0).axes
+    (axes,) = (plot := plot_loss(ROWS, gzip_bpb=2.0)).axes
     train_line, val_line, gzip = (np.asarray(line.get_xydata()).tolist() for line in axes.lines)
     assert train_line == [[10, 6.0], [20, 5.0], [30, 4.5]]
     assert val_line == [[20, 4.5], [30, 4.0]]
     assert [y for _, y in gzip] == pytest.approx([2.0 / 0.577078] * 2)
     assert plot_loss([ROWS[0], {"step": 15, "not_finite": True}], gzip_bpb=2.0).axes  # without an evaluation
-    assert figure(plot_loss(ROWS, 2.0), "") == figure(plot_loss(ROWS, 2.0), ""), "the same bytes at any time"
+    assert image_of(plot, "svg") == image_of(plot, "svg"), "its bytes do not depend on when it is drawn"
+    assert b"/Type3" not in image_of(plot, "pdf"), "publishers refuse such fonts"
 
 
 def test_the_page_of_a_run_loads_nothing_and_says_what_was_run_and_what_came_out(tmp_path):
