@@ -52,6 +52,8 @@ def is_a(value: Any, kind: Any) -> bool:
     """Whether a value has the type `kind`. An int is accepted as a float, but a bool is not accepted as an int."""
     if kind is Any or type(value) is kind:
         return True
+    if isinstance(kind, UnionType):
+        return any(is_a(value, each) for each in get_args(kind))
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is list:
@@ -59,8 +61,6 @@ def is_a(value: Any, kind: Any) -> bool:
     if get_origin(kind) is dict:
         of_key, of_item = get_args(kind)
         return type(value) is dict and all(is_a(key, of_key) and is_a(value[key], of_item) for key in value)
-    if isinstance(kind, UnionType):
-        return any(is_a(value, each) for each in get_args(kind))
     if kind is float and type(value) is int:
         return abs(value) <= sys.float_info.max
     return False

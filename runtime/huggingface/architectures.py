@@ -6,7 +6,7 @@ weights differ from Llama's. A field that is unknown and not null is refused: it
 
 import inspect
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from config import DEFAULTS, ROPE_SCALING, ModelConfig, combine
@@ -176,8 +176,8 @@ def _fixed(model_type: str, config: ModelConfig) -> Json:
 def _differences(config: ModelConfig, model_type: str) -> list[str]:
     """What is not as the architecture has it. An option or argument of a norm that it does not name has its default."""
     architecture = ARCHITECTURES[model_type]
-    recipe, plain = _ours(model_type), vars(ModelConfig())
-    theirs = {each.name: plain[each.name] for each in fields(ModelConfig) if each.metadata["export"] == "computed"}
+    recipe = _ours(model_type)
+    theirs = {each.name: DEFAULTS[each.name] for each in fields(ModelConfig) if each.metadata["export"] == "computed"}
     arguments = inspect.signature(KINDS[config.norm]).parameters
     theirs |= {name: arguments[name].default for name in config.norm_args if name not in ALSO_CARRIED}
     theirs |= recipe | recipe["norm_args"]
@@ -186,7 +186,7 @@ def _differences(config: ModelConfig, model_type: str) -> list[str]:
     if config.dim % config.heads or architecture.square:
         theirs["head_dim"] = config.dim / config.heads
     carried = {"norm_args", *(CARRIED[name] for name in CARRIED.keys() & architecture.has)}
-    ours = NORM_DEFAULTS | asdict(config) | config.norm_args
+    ours = NORM_DEFAULTS | vars(config) | config.norm_args
     differs = [name for name, value in theirs.items() if ours[name] != value and name not in carried]
     return [f"{name} {theirs[name]}, not {ours[name]}" for name in differs]
 

@@ -79,7 +79,7 @@ def computes_as(module: nn.Module, own: nn.Module) -> bool:
     """Whether a module has the class and the settings of model.py's `own`."""
     kind = next(each for each in type(module).__mro__ if not each.__name__.startswith("FSDP"))  # which sharding adds
     now, made_with = vars(module), vars(own)
-    settings = [name for name, value in made_with.items() if hasattr(value, "__name__") or is_a(value, SETTING)]
+    settings = [name for name, value in made_with.items() if hasattr(value, "__name__") or isinstance(value, SETTING)]
     same = all(str(now.get(name)) == str(made_with[name]) for name in settings if name not in OF_TRAINING)
     return kind is type(own) and same and not now.keys() & {"forward", "hidden", "logits"}  # sharding has others
 

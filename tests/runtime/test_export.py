@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from config import ModelConfig, option
+from config import DEFAULTS, ModelConfig, option
 from data.tokenizer import ByteTokenizer
 from machine.distributed import full_tensor
 from model import Attention, Linear, Llama
@@ -36,6 +36,7 @@ def test_a_new_field_has_no_architecture_unless_at_its_default(declared, value, 
     new = [("softcap", float, option(0.0, "a cap", **declared))]
     copied: Any = dataclasses.make_dataclass("ModelConfig", new, bases=(ModelConfig,), frozen=True)
     monkeypatch.setattr("runtime.huggingface.architectures.ModelConfig", copied)
+    monkeypatch.setitem(DEFAULTS, "softcap", 0.0)
     nearest = "Llama, the nearest, has softcap 0.0, not 3.0"
     expected = nearest if value and not declared else "llama"
     assert described(Llama(copied(**SIZES, softcap=value)), tmp_path).endswith(expected)
