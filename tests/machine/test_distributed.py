@@ -1,12 +1,13 @@
-"""train.py on several ranks. Run by torchrun, this file trains several runs in turn: starting ranks takes longest."""
+"""train.py on several ranks. They are forks, which need not import torch, and each trains several runs in turn."""
 
 import errno
+import gc
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
 from contextlib import redirect_stderr
 from functools import partial
@@ -18,6 +19,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train
 from config import ModelConfig, TrainConfig
@@ -31,7 +33,6 @@ from runtime.run import check_options
 from runtime.run_dir import LOCK
 from tests.test_compile import count_graphs
 
-ROOT = Path(__file__).parents[2]
 COMMON = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32 "
 COMMON += "--eval-tokens 2000 --eval-every 5 --save-every 100"
 CASES = {  # trained on one rank, and on two with DDP and FSDP2, where "accumulated" is compiled
@@ -83,7 +84,7 @@ def train_and_record(command: str) -> dict[str, Any]:
             patch.setattr("runtime.checkpoint.save_tensors", Mock(side_effect=full))
         if command.endswith("undisturbed"):
             patch.setattr(train, "SHARDED_SAMPLE", 0)
-        patch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **options: None)  # takes longer than training
+        patch.setattr("pages.html.image_of", lambda plot, kind: b"")  # takes longer than training
         try:
             train.main(command.split())
         except SystemExit as exited:
@@ -92,10 +93,18 @@ def train_and_record(command: str) -> dict[str, Any]:
 
 
 def train_all(folder: Path) -> None:
+    gc.freeze()  # what belongs to threads of the tests, which a fork lacks
     with distributed.process_group():
         commands = json.loads((folder / "commands.json").read_text())
         records = {name: train_and_record(command) for name, command in commands.items()}
         (folder / f"rank{distributed.rank()}.json").write_text(json.dumps(records))
+
+
+def launch(folder: Path) -> None:
+    """As `torchrun --standalone --nproc-per-node 2 --max-restarts 1` does. It installs handlers of signals."""
+    where = "localhost:0"
+    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint=where, max_restarts=1, start_method="fork")
+    elastic_launch(config, train_all)(folder)
 
 
 # --- around the ranks ------------------------------------------------------------------------------------------------
@@ -124,11 +133,11 @@ def trained(folder: Path, common: str) -> dict[str, list[dict[str, Any]]]:
     commands = {name: f"{common} {flags} --out {folder}/{name}" for name, flags in commands.items()}
     (folder / "commands.json").write_text(json.dumps(commands))
     (folder / "in-use").mkdir()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    launcher = multiprocessing.get_context("fork").Process(target=launch, args=(folder,))
     with lock_file(folder / "in-use" / LOCK):
-        done = subprocess.run([*launcher, __file__, folder], env=environment, capture_output=True, timeout=500)
-    assert done.returncode == 0, done.stderr.decode()
+        launcher.start()
+        launcher.join(500)
+    assert launcher.exitcode == 0
     by_rank = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     return {name: [by_rank[0][name], by_rank[1][name]] for name in commands}
 
@@ -267,9 +276,3 @@ def test_what_several_ranks_refuse(monkeypatch, refused):
     for message, options in wrong.items():
         with pytest.raises(ValueError, match=message):
             check_options(ModelConfig(), TrainConfig(**options), 2)
-
-
-if __name__ == "__main__":
-    train_all(Path(sys.argv[1]))
-    # docs/troubleshooting.md: torch sometimes aborts while Python exits with Gloo's threads.
-    os._exit(0)
