@@ -43,11 +43,12 @@ def pytest_runtest_setup() -> None:
     torch.set_flush_denormal(False)  # `train.train` sets it for its process
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots are not drawn, which would take longer than a tiny run, unless the test is marked as looking at them."""
     if not request.node.get_closest_marker("pictures"):
-        monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *args, **options: None)
+        monkeypatch.setattr("pages.run.plot_loss", lambda rows, gzip_bpb: None)
+        monkeypatch.setattr("pages.html.image_of", lambda plot, kind: b"")
 
 
 @pytest.fixture(scope="session")

@@ -87,7 +87,6 @@ def count_graphs(monkeypatch: pytest.MonkeyPatch, name: str = "aot_eager") -> li
     return graphs
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_training_compiles_two_graphs_and_says_so(tmp_path, text, monkeypatch, capsys):
     """Evaluations, whose batches have three shapes, samples, `--watch`, a resume and the trained model add none."""
     flags = (

@@ -55,7 +55,6 @@ def test_logits_and_gradients_are_those_of_model_py(norm, placement):
         assert error.abs().max() <= 1e-12 * weight.grad.abs().max() > 0, name
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("norm, placement", [("rmsnorm", "pre"), ("layernorm", "post")])
 def test_losses_are_those_of_train_py(norm, placement, text, tmp_path):
     """So learning rates, weight decay and clipping are, and train.py's micro-batches add up to a batch."""

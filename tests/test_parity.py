@@ -217,7 +217,6 @@ def assert_as_published(directory: Path, files: dict[str, Any]) -> None:
         assert mine[0, -1] == end and mine.tolist() == their_greedy_tokens(theirs, prompt).tolist()
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_read_fine_tuned_and_read_by_transformers(tmp_path, text, family):
     files = publish(family, base := tmp_path / "base")

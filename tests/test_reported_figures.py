@@ -17,7 +17,6 @@ RUN += "--dtype float32 --steps 13 --eval-every 10 --save-every 10"
 TOKENS = 8 * 32  # per step
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_seconds_and_tokens_of_a_run_that_is_resumed(tmp_path, text, monkeypatch, capsys):
     clock = [1000.0]  # seconds, which only what takes time advances
 

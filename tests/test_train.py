@@ -36,8 +36,6 @@ from sampling import TextStream
 
 SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer bytes --device cpu --dtype float32"
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 
 @pytest.fixture
 def text(text: Path, tmp_path: Path) -> Path:

@@ -61,7 +61,7 @@ def test_the_table_follows_from_runs_csv_which_follows_from_the_logs(folder, arg
         assert all((folder / f"{name}.{kind}").read_bytes().startswith(start) for name in ("curves", "watch"))
 
 
-def test_compare_makes_the_same_files_of_the_folder_and_of_its_runs_csv_alone(folder, tmp_path, capsys, undrawn):
+def test_compare_makes_the_same_files_of_the_folder_and_of_its_runs_csv_alone(folder, tmp_path, capsys):
     (tmp_path / "published").mkdir()
     shutil.copy(folder / "runs.csv", tmp_path / "published")
     for source in (folder, tmp_path / "published"):
@@ -106,13 +106,13 @@ def processes_with(text: str) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_an_ablation_that_ends_leaves_no_process(number, code, text, fork, until, tmp_path):
+@pytest.mark.parametrize("number, code, runs", [(signal.SIGTERM, 143, 2), (signal.SIGKILL, -9, 1)])
+def test_an_ablation_that_ends_leaves_no_process(number, code, runs, text, fork, until, tmp_path):
     """After a signal, its runs save and end before it does."""
     cells = f"{tmp_path}/run/cells/"
-    flags = [*conftest.flags_in(tmp_path, text), "--steps=100000", "--eval-tokens=64", "--seeds=2", "--jobs=2"]
+    flags = [*conftest.flags_in(tmp_path, text), "--steps=100000", "--eval-tokens=64", f"--seeds={runs}", "--jobs=2"]
     child = fork(ablate.main, flags)
-    until(lambda: len([*tmp_path.glob("run/cells/*/run.json")]) == 2)  # setpriv has done its work
+    until(lambda: len([*tmp_path.glob("run/cells/*/run.json")]) == runs)  # setpriv has done its work
     child.send(number)
     assert child.wait() == code, child.text
     if number == signal.SIGTERM:

@@ -18,7 +18,6 @@ from tests.experiments.made import records
 from tests.test_earlier import EARLIER
 
 FLAGS = "--dim 16 --layers 1 --heads 2 --context 16 --tokenizer bytes --device cpu --dtype float32 --lr 0.015 --steps 4"
-pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture(scope="module")

@@ -215,7 +215,7 @@ def test_every_option_that_can_change_a_result_must_be_that_of_the_run(resolve):
     replace(grid, configs={ARM: (model, replace(config, device="cuda:0"))}).record(cell)
 
 
-def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds(resolve, undrawn, monkeypatch):
+def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds(resolve, monkeypatch):
     """All runs have ended, so nothing is trained. The second arm's vertex is outside, so it tries one more rate."""
     grid = resolve("--norms rmsnorm dyt --lrs 0.005 0.02 0.04 0.08 --seed 5 --seeds 2 --watch 3")
     for arm, vertex, found, more in ((ARM, 0.02, 0.02, []), (DYT, 0.1, 0.121, [0.128])):
@@ -239,7 +239,7 @@ def test_each_arm_is_reported_at_its_vertex_with_fresh_seeds(resolve, undrawn, m
     assert (grid.tune()[DYT].lr, grid.tune()[DYT].regret) == (0.08, None)
 
 
-def test_a_stopped_ablation_reports_what_has_ended_and_continues(resolve, undrawn, monkeypatch):
+def test_a_stopped_ablation_reports_what_has_ended_and_continues(resolve, monkeypatch):
     """A run that diverged has ended."""
     started: list[int] = []
 
@@ -288,7 +288,6 @@ def test_runs_wait_for_a_free_place(resolve, monkeypatch):
         (r"printf '\351t\351'; kill -9 $$", 1, "exit code -9: \ufffdt\ufffd"),  # not UTF-8
     ],
 )
-@pytest.mark.usefixtures("undrawn")
 def test_a_cell_that_fails_ends_the_ablation_with_its_exit_code(script, code, expected, resolve, monkeypatch, capsys):
     """The runs that have ended are reported. A run gets its threads and a new log."""
     monkeypatch.setattr(Grid, "command", lambda *_: ["sh", "-c", script])

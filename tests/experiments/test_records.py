@@ -56,7 +56,7 @@ def test_settings_are_what_can_change_a_result_and_is_not_at_its_default():
         assert dict(settings(**asked).items() - derived.items()) == expected
 
 
-def test_runs_csv_comes_back_as_it_was(tmp_path, undrawn):
+def test_runs_csv_comes_back_as_it_was(tmp_path):
     """Also runs that diverged or have not ended, a search, factors as they were spelled, imports. As Excel saves it."""
     arms = [Arm.of(norm=norm, clip=clip) for norm in ("rmsnorm", "dyt:alpha=1e-1") for clip in ("1", "0.50")]
     settings = KNOWN | {"recipe": "olmo", "imports": "p.py@111111", "norm": "dyt:alpha=0.1", "clip": "0.5"}
@@ -87,7 +87,7 @@ def test_runs_csv_comes_back_as_it_was(tmp_path, undrawn):
         (None, "", " lacks the column 'lr'"),
     ],
 )
-def test_what_is_no_runs_csv_is_refused_in_a_line_that_names_it(old, new, message, tmp_path, undrawn):
+def test_what_is_no_runs_csv_is_refused_in_a_line_that_names_it(old, new, message, tmp_path):
     make_report(tmp_path, records({"rmsnorm": [2.25, 2.5]}))
     file = tmp_path / "runs.csv"
     file.write_text(file.read_text().replace(old, new, 1) if old else "")

@@ -25,7 +25,7 @@ RATES = [0.01 * 1.5**i for i in range(-2, 3)]
 
 
 @pytest.fixture
-def summarize(tmp_path, undrawn) -> Callable[..., list[str]]:
+def summarize(tmp_path) -> Callable[..., list[str]]:
     """`summarize(records)`: the summary of a report in the folder `tmp_path`."""
     return lambda runs, **options: make_report(tmp_path, runs, **options)
 

@@ -10,6 +10,8 @@ from pages.html import image_of
 from pages.run import plot_loss, write_page
 from runtime.run_dir import Log, read_run_file, write_run_file
 
+pytestmark = pytest.mark.pictures
+
 # A token has 2.5 bytes: 4 nats per token are 4 / ln 2 / 2.5 = 2.308 bits per byte.
 ROWS = [
     {"step": 10, "train_loss": 6.0},

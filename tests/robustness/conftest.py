@@ -22,11 +22,6 @@ SIZES = "--dim 32 --layers 2 --heads 2 --context 32 --batch-size 8 --tokenizer b
 STEPS = "--steps 9 --save-every 3 --eval-every 9 --eval-tokens 64 --dropout 0.1"
 
 
-@pytest.fixture(autouse=True)
-def without_plots(undrawn: None) -> None:
-    pass
-
-
 def flags_in(folder: Path, text: Path) -> list[str]:
     return f"{SIZES} --data {text} --cache-dir {folder / 'cache'} --out {folder / 'run'}".split()
 

@@ -42,15 +42,15 @@ def test_a_run_in_odd_surroundings(tmp_path):
     assert len(list((tmp_path / "ü/checkpoints").glob("step-*"))) == 2 and (tmp_path / "ü/report.html").exists()
 
 
-def test_the_printed_command_generates_elsewhere(tmp_path):
+def test_the_printed_command_generates_elsewhere(fork, monkeypatch, tmp_path):
     """`generate.py` in the folder where train.py was started, with the file of its norm. A closed output ends it."""
     norm = "import torch\nfrom norms import register\n\n@register('mine')\nclass Mine(torch.nn.RMSNorm):\n"
     (tmp_path / "my norm.py").write_text(norm + "    def __init__(self, dim: int):\n        super().__init__(dim)\n")
     flags = [*f"{TINY} --data {__file__} --steps 2 --norm mine --out run".split(), "--import", "my norm.py"]
-    command = [sys.executable, str(ROOT / "train.py"), *flags]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout.split("generate text: python ")[1].strip()
+    monkeypatch.chdir(tmp_path)
+    child = fork(train.main, flags)
+    assert child.wait() == 0
+    printed = child.text.split("generate text: python ")[1].strip()
     generate = f"set -o pipefail; {sys.executable} {printed} --tokens 3 | head -c 1"
     left = subprocess.run(["bash", "-c", generate], cwd=tmp_path, capture_output=True)
     assert left.returncode == 0 and left.stdout and b"Traceback" not in left.stderr, left.stderr

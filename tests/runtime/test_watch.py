@@ -104,7 +104,7 @@ def test_rows_match_float64(norm, placement, tmp_path):
 
 
 @pytest.fixture
-def run(text, tmp_path, undrawn):
+def run(text, tmp_path):
     """Train for six steps in this process; `run("--watch 2", "name")` returns the folder."""
 
     def start(flags: str, name: str):
