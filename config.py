@@ -304,7 +304,7 @@ DEFAULTS: Asked = {
 }
 
 # How the best learning rate of Muon changes with a size: the power, and the range where it was measured.
-LR_POWERS = {"dim": (-0.95, 96, 256), "steps": (-0.2, 250, 4000), "batch_size": (0.45, 4, 32)}
+LR_POWERS = {"dim": (-0.95, 96, 256), "steps": (-0.2, 250, 4000)}
 
 # Options that have been removed, at the defaults they had: files of earlier commits have them.
 REMOVED: Asked = {"cuda_graph": False}

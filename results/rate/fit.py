@@ -26,6 +26,9 @@ SHOWN = 0.002  # bits per byte that a factor has to save
 # The third rule: at width 64, powers fitted without this end lost more than SHOWN to the constant with 4 sequences and
 # at most lengths. Width ends at the next one, and length and batch are fitted after that.
 NARROWEST = 96
+# And at width 128 with 32 sequences, the power of the batch that width 64 asks for loses 0.06 and 0.10 to the constant
+# (defaults.csv, after the held-out runs).
+LEFT_OUT = "batch-size"
 
 
 def sizes_of(point: str) -> dict[str, float]:
@@ -137,6 +140,7 @@ def main() -> None:
         power = min(by_power, key=by_power.__getitem__)
         middle, error = intervals[name]
         shown = name == "dim" or (abs(middle) > error and by_power[0] - by_power[power] >= SHOWN)
+        shown = shown and name != LEFT_OUT
         word = "taken" if shown else "left out"
         print(
             f"| --{name} | {middle:.2f} ± {error:.2f} | {power:g} | {by_power[0]:.4f}, {by_power[power]:.4f} | {word} |"
