@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # the imports of torch and transformers, which take long to go through
+    gc.set_threshold(50_000)  # tests make many objects and leave few
 
 
 def pytest_runtest_setup() -> None:

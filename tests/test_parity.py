@@ -222,9 +222,9 @@ def test_a_family_is_read_fine_tuned_and_read_by_transformers(tmp_path, text, fa
     files = publish(family, base := tmp_path / "base")
     assert_as_published(base, files)
     flags = f"--init-from {base} --data {text} --cache-dir {tmp_path / 'cache'} --out {tmp_path / 'run'} --context 48"
-    flags += " --steps 30 --batch-size 2 --optimizer adamw --lr 1e-3 --device cpu --dtype float32 --eval-tokens 400"
+    flags += " --steps 10 --batch-size 2 --optimizer adamw --lr 3e-3 --device cpu --dtype float32 --eval-tokens 400"
     train.main(flags.split())
-    run = tmp_path / "run/checkpoints/step-000030"
+    run = tmp_path / "run/checkpoints/step-000010"
     assert_as_published(run, files)
     described = json.loads((run / "config.json").read_text())
     assert (described["max_position_embeddings"], load_pretrained(run)[0].config.context) == (64, 48)

@@ -203,14 +203,15 @@ def test_token_files_that_another_process_writes_too_are_refused(source, monkeyp
         prepare_from(source, "bytes")
 
 
-def test_gzip_compresses_evenly_spaced_parts_of_a_long_validation_text(tmp_path, capsys):
-    """10 MB of random digits, then as many zeros: only evenly spaced parts compress like the whole."""
-    digits = np.random.default_rng(0).integers(ord("0"), ord("9"), 10_000_000, np.uint8)
+def test_gzip_compresses_evenly_spaced_parts_of_a_long_validation_text(tmp_path, monkeypatch, capsys):
+    """5.5 MB of random digits, then as many zeros: only evenly spaced parts compress like the whole."""
+    monkeypatch.setattr(preparing, "WHOLE", 1 << 20)
+    digits = np.random.default_rng(0).integers(ord("0"), ord("9"), 5_500_000, np.uint8)
     text = digits.tobytes() + b"0" * len(digits)
     (tmp_path / "a.txt").write_bytes(text)
     prepared = prepare([], "bytes", 0, tmp_path, 16, val_names=[str(tmp_path / "a.txt")])
     assert prepared.val_gzip_bpb == pytest.approx(8 * len(gzip.compress(text, 9)) / len(text), rel=0.1)
-    assert "gzip -9 has compressed 7," in capsys.readouterr().err
+    assert "gzip -9 has compressed 6," in capsys.readouterr().err
 
 
 def test_text_that_changes_while_it_is_prepared_leaves_no_folder(source, monkeypatch):

@@ -220,7 +220,8 @@ def tokenizer_json(folder: Path, normalizer: Any, step: Any, letters: int = 256,
 
 @pytest.mark.parametrize("normalizer", NORMALIZERS, ids=str)
 def test_text_that_a_tokenizer_loses_is_measured_and_said(tmp_path, capsys, normalizer):
-    for number, (step, letters, tag) in enumerate(product(STEPS, [256, 200, 100], ["", "lstrip", "rstrip"])):
+    cases = DRAW.sample([*product(STEPS, [256, 200, 100], ["", "lstrip", "rstrip"])], 12)
+    for number, (step, letters, tag) in enumerate(cases):
         folder, texts = tmp_path / str(number), DRAW.choices(DOCUMENTS, k=3)
         ours, path = read_directory(tokenizer_json(folder, normalizer, step, letters, tag)), folder / "a.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
