@@ -9,6 +9,7 @@ import pickle
 import shutil
 import signal
 import sys
+import time
 from contextlib import redirect_stderr
 from functools import partial
 from io import StringIO
@@ -94,6 +95,7 @@ def train_and_record(command: str) -> dict[str, Any]:
 
 def train_all(folder: Path) -> None:
     gc.freeze()  # what belongs to threads of the tests, which a fork lacks
+    time.sleep(0.5 * (os.environ["RANK"] == "0"))  # rank 1 of a restart could find its earlier address
     with distributed.process_group():
         commands = json.loads((folder / "commands.json").read_text())
         records = {name: train_and_record(command) for name, command in commands.items()}
@@ -102,9 +104,8 @@ def train_all(folder: Path) -> None:
 
 def launch(folder: Path) -> None:
     """As `torchrun --standalone --nproc-per-node 2 --max-restarts 1` does. It installs handlers of signals."""
-    where = "localhost:0"
-    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint=where, max_restarts=1, start_method="fork")
-    elastic_launch(config, train_all)(folder)
+    how = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=1, start_method="fork")
+    elastic_launch(how, train_all)(folder)
 
 
 # --- around the ranks ------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The page and the loss curve of a run."""
 
+import base64
 import re
 
 import numpy as np
@@ -56,6 +57,8 @@ def test_the_page_of_a_run_loads_nothing_and_says_what_was_run_and_what_came_out
     write_page(tmp_path, gzip_bpb=2.0)
     html = (tmp_path / "report.html").read_text("utf-8")
     needs = "After 30 steps the model needs 2.3083 bits per byte of the validation text"
+    loss = base64.b64encode(image_of(plot_loss(ROWS, gzip_bpb=2.0), "svg")).decode()
+    assert f'<img src="data:image/svg+xml;base64,{loss}" alt="Loss over steps. {needs}' in html
     assert f"{needs}, 15% worse than gzip -9 on the validation text (2.0000)." in html
     assert f"{described['parameters']:,} parameters, on a &lt;fast&gt; card." in html
     assert "python train.py --data &#x27;b c&#x27;" in html and "tie_embeddings: true" in html
