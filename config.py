@@ -239,7 +239,7 @@ class TrainConfig:
     steps: int = option(500, "optimizer steps")
     batch_size: int = option(8, "sequences in one optimizer step, over all ranks")
     micro_batch_size: int = option(None, "maximum sequences per forward pass; must divide --batch-size (default: all)")
-    lr: float = option(0.015, "peak learning rate; for tiny with Muon, the default fits the sizes", bounds=POSITIVE)
+    lr: float = option(0.015, "peak learning rate; that of tiny with Muon follows --dim and --steps", bounds=POSITIVE)
     vector_lr: float = option(
         1.0, "learning rate of vectors and scalars, which norms and placements own, relative to the embedding's"
     )
