@@ -1,4 +1,4 @@
-"""The project without fast/, experiments/ and its two commands."""
+"""The project without its attachments: fast/, and experiments/ with its two commands."""
 
 import os
 import shutil

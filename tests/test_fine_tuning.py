@@ -19,7 +19,6 @@ from runtime.run import open_run
 
 transformers = pytest.importorskip("transformers")
 
-
 TRAINING = "--steps 20 --batch-size 4 --device cpu --dtype float32 --optimizer adamw --lr 3e-3 --warmup 3 "
 TRAINING += "--eval-every 20"
 

@@ -27,8 +27,7 @@ from runtime.run import Run, open_run
 
 SIZES = "--dim 16 --layers 2 --heads 2 --kv-heads 1 --hidden-dim 24 --context 8 --tokenizer bytes --steps 4"
 CARD, DTYPES = torch.device("cuda"), ("bfloat16", "float32")
-OPTIONS = ["--optimizer muon --dropout 0.1", "--optimizer adamw --recompute --qk-norm head"]
-OPTIONS += ["--qk-norm full"]
+OPTIONS = ["--optimizer muon --dropout 0.1", "--optimizer adamw --recompute --qk-norm head", "--qk-norm full"]
 NORMS = sorted(set(KINDS) - {"none", "rmsnorm"}, key=lambda kind: (kind == "batchnorm", kind))  # without --recompute
 CELLS = ["--norm none --placement pre --micro-batch-size 2", "--norm rmsnorm --placement ngpt"]
 PAIRS = [pair for pair in zip(cycle(NORMS), PLACEMENTS, strict=False) if pair[1] not in ("pre", "ngpt")]

@@ -205,12 +205,12 @@ def test_token_files_that_another_process_writes_too_are_refused(source, monkeyp
 
 def test_gzip_compresses_evenly_spaced_parts_of_a_long_validation_text(tmp_path, monkeypatch, capsys):
     """5.5 MB of random digits, then as many zeros: only evenly spaced parts compress like the whole."""
-    monkeypatch.setattr(preparing, "WHOLE", 1 << 20)
+    monkeypatch.setattr(preparing, "WHOLE", 1 << 20)  # so it is read in windows
     digits = np.random.default_rng(0).integers(ord("0"), ord("9"), 5_500_000, np.uint8)
     text = digits.tobytes() + b"0" * len(digits)
     (tmp_path / "a.txt").write_bytes(text)
     prepared = prepare([], "bytes", 0, tmp_path, 16, val_names=[str(tmp_path / "a.txt")])
-    assert prepared.val_gzip_bpb == pytest.approx(8 * len(gzip.compress(text, 9)) / len(text), rel=0.1)
+    assert prepared.val_gzip_bpb == pytest.approx(8 * len(gzip.compress(text, 9)) / len(text), rel=0.07)
     assert "gzip -9 has compressed 6," in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""train.py on several ranks. They are forks, which need not import torch, and each trains several runs in turn."""
+"""train.py on several ranks. The ranks are forks, so torch is imported once. Each trains several runs in turn."""
 
 import errno
 import gc
@@ -94,8 +94,7 @@ def train_and_record(command: str) -> dict[str, Any]:
 
 
 def train_all(folder: Path) -> None:
-    gc.freeze()  # what belongs to threads of the tests, which a fork lacks
-    time.sleep(0.5 * (os.environ["RANK"] == "0"))  # rank 1 of a restart could find its earlier address
+    time.sleep(0.5 * (os.environ["RANK"] == "0"))  # rank 1 of a restart must not take the earlier address
     with distributed.process_group():
         commands = json.loads((folder / "commands.json").read_text())
         records = {name: train_and_record(command) for name, command in commands.items()}
@@ -103,7 +102,8 @@ def train_all(folder: Path) -> None:
 
 
 def launch(folder: Path) -> None:
-    """As `torchrun --standalone --nproc-per-node 2 --max-restarts 1` does. It installs handlers of signals."""
+    """As `torchrun --standalone --nproc-per-node 2 --max-restarts 1`. It replaces the signal handlers of its process."""
+    gc.freeze()  # collecting what belongs to threads of the tests, which a fork lacks, may crash
     how = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=1, start_method="fork")
     elastic_launch(how, train_all)(folder)
 
@@ -138,6 +138,7 @@ def trained(folder: Path, common: str) -> dict[str, list[dict[str, Any]]]:
     with lock_file(folder / "in-use" / LOCK):
         launcher.start()
         launcher.join(500)
+        launcher.terminate()
     assert launcher.exitcode == 0
     by_rank = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
     return {name: [by_rank[0][name], by_rank[1][name]] for name in commands}

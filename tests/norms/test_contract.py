@@ -376,7 +376,7 @@ def test_compiled_matches_eager(backend, cells, device):
     """Together, which takes half as long. aot_eager generates no code."""
     if backend == "inductor" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         pytest.skip("no C++ compiler for Inductor")
-    # This CPU is known. Finding out takes longer than the rest, as does a precompiled header.
+    # Finding out what this CPU can do, and compiling a header first, take longer than the rest.
     choices = {"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
     options: dict[str, Any] = {"options": choices} if backend == "inductor" else {}
     eager, norms = ([trained_norm(kind, 64, training, device) for kind, training in cells] for _ in range(2))
