@@ -102,7 +102,7 @@ def train_all(folder: Path) -> None:
 
 
 def launch(folder: Path) -> None:
-    """As `torchrun --standalone --nproc-per-node 2 --max-restarts 1`. It replaces the signal handlers of its process."""
+    """As `torchrun --standalone --nproc-per-node 2 --max-restarts 1`. It replaces the signal handlers of a process."""
     gc.freeze()  # collecting what belongs to threads of the tests, which a fork lacks, may crash
     how = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=1, start_method="fork")
     elastic_launch(how, train_all)(folder)
