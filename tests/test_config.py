@@ -70,7 +70,7 @@ BAD_VALUES = {
     "--norm none --placement post": "--norm none is not supported with --placement post; choose ",
     "--placement minimax --placement-arg beta=nan": "argument beta of placement 'minimax' is beyond float32: nan",
     "--placement mhc --placement-arg streams=0": "streams must be at least 1, not 0",
-    "--placement attnres-block --placement-arg layers=-1": "layers must be at least 1, not -1",
+    "--placement attnres-block --placement-arg layers=0": "layers must be at least 1, not 0",
     **{f"--placement ngpt {flags}": "ngpt has a built-in norm" for flags in ("--norm layernorm", "--norm-arg eps=1")},
     "--norm layernorm --norm-arg bias=maybe": "argument bias of norm 'layernorm' takes true or false, not 'maybe'",
     "--tokenizer bytes --vocab-size 1000": "--vocab-size 1000: --tokenizer bytes has 257 ids",

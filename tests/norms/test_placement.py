@@ -12,7 +12,7 @@ from torch import Tensor
 
 from config import ModelConfig
 from model import Llama
-from norms.placement import PLACEMENTS, PostNorm, PreNorm
+from norms.placement import PLACEMENTS, PostNorm, PreNorm, ngpt
 from norms.rmsnorm import RMSNorm
 from roles import matrices
 from tests.random_values import drawn, randomize
@@ -117,10 +117,10 @@ def test_values_and_gradients(placement):
         assert (gradient - expected_gradient).abs().max() <= 1e-9 * expected_gradient.abs().max(), name
 
 
-NORMED = {  # on queries, keys and values, and on rotated queries and keys
+NORMED: dict[tuple[str, ...], list[str]] = {  # on queries, keys and values, and on rotated queries and keys
     ("residual", "head"): ["RMSNorm", "RMSNorm", "Identity", "Identity", "Identity"],
     ("hybrid", "none"): ["RMSNorm", "RMSNorm", "RMSNorm", "Identity", "Identity"],
-    ("hybrid-star", "head"): ["RMSNorm", "RMSNorm", "RMSNorm", "Identity", "Identity"],
+    ("hybrid-star", "head", "rotated"): ["Identity", "Identity", "RMSNorm", "RMSNorm", "RMSNorm"],
     ("hybrid", "full"): ["FullWidth", "FullWidth", "RMSNorm", "Identity", "Identity"],
     ("ngpt", "head"): ["RMSNorm", "RMSNorm", "Identity", "UnitQuery", "UnitKey"],
 }
@@ -128,7 +128,7 @@ NORMED = {  # on queries, keys and values, and on rotated queries and keys
 
 @pytest.mark.parametrize("asked", NORMED, ids="-".join)
 def test_norms_of_queries_keys_and_values(asked):
-    attention = model_of(asked[0], qk_norm=asked[1]).get_submodule("layers.0.self_attn")
+    attention: Any = model_of(asked[0], qk_norm=asked[1], qk_norm_after_rope="rotated" in asked).layers[0].self_attn
     assert [type(norm).__name__ for name, norm in attention.named_children() if "norm" in name[1:]][1:] == NORMED[asked]
 
 
@@ -145,14 +145,15 @@ def test_scales_of_ngpt():
     torch.testing.assert_close(attention.rotated_q_norm(q), 8 * scale * scale * unit(q))
     for matrix, factor in ((mlp.gate_proj, 4), (mlp.up_proj, 1), (model.lm_head, 4)):
         torch.testing.assert_close(matrix(x), factor * matrix.scale * (x @ matrix.weight.T))
+    ngpt.return_to_sphere(rows := torch.tensor([[3.0, 4.0], [0.0, 0.0]]), mlp.gate_proj.role)
+    assert torch.equal(rows, torch.tensor([[0.6, 0.8], [0.0, 0.0]])), "a row of zeros stays"
 
 
 def test_rezero_starts_as_the_identity_with_one_scalar_per_sublayer():
     model = model_of("rezero", norm="none")
     with torch.no_grad():
         assert torch.equal(model(TOKENS), model.lm_head(model.embed_tokens(TOKENS)))
-    scalars = {name: tensor for name, tensor in model.named_parameters() if tensor.ndim == 1}
-    assert len(scalars) == 16 and all(torch.equal(a.detach(), torch.zeros(1)) for a in scalars.values())
+    assert [a.tolist() for a in model.parameters() if a.ndim == 1] == [[0.0]] * 16
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
