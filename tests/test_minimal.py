@@ -80,11 +80,13 @@ def test_initial_weights_are_as_large_as_those_of_model_py():
 
 
 @torch.no_grad()
-def test_the_cache_changes_no_logit_and_no_sample():
+def test_the_cache_changes_no_logit_and_no_sample_and_every_eighth_window_is_evaluated():
     model = randomize(minimal.Llama()).double()
     expected, cache = model(TOKENS), model.rope.new_zeros(2, 2, 3, 2, 32, 8)
     logits = torch.cat([model(TOKENS[:, past:end], cache, past) for past, end in ((0, 5), (5, 6), (6, 32))], dim=1)
     assert (logits - expected).abs().max() <= 1e-12 * expected.abs().max()
+    loss = torch.nn.functional.cross_entropy(expected[::2].mT, TOKENS.flatten().roll(-1).view(3, 32)[::2])
+    assert minimal.evaluate(model, TOKENS.flatten().repeat(4)) == pytest.approx(float(loss), rel=1e-12)  # two windows
     greedy = minimal.generate(model, TOKENS[:, :4], 28, temperature=1e-9)
     assert greedy[:, :4].equal(TOKENS[:, :4]) and greedy[:, 4:].equal(model(greedy)[:, 3:-1].argmax(-1))
 
@@ -99,7 +101,7 @@ def test_each_flag_of_the_command_matters(text, capsys, main=minimal.main):
 def test_the_command_learns_and_refuses_a_missing_text(text, monkeypatch, ends):
     monkeypatch.setattr("sys.stdout", output := io.StringIO())  # without an encoding to change, as in a notebook
     minimal.main(["--data", str(text), "--steps", "100", "--lr", "0.01"])
-    loss = float(output.getvalue().split("validation loss ")[1].split()[0])
-    assert 0.5 < loss < 2.5  # nats a byte; the frequencies of the bytes alone give 2.6
+    loss, bits = (float(output.getvalue().split(before)[1].split()[0]) for before in ("validation loss ", "nats or "))
+    assert 0.5 < loss < 2.5 and abs(bits - loss / 0.693147) < 2e-4  # the frequencies of the bytes alone give 2.6 nats
     code, error = ends(minimal.main, ["--data", "none.txt"])
     assert code == 2 and "--data none.txt: no file of 640 bytes" in error
