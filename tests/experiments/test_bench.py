@@ -59,7 +59,6 @@ def test_shares_of_norms_by_hand(takes, tmp_path, capsys):
     rows = {row["norm"]: [row[name] for name in list(row)[2:]] for row in report["rows"] if row["dtype"] == "float32"}
     assert rows.keys() == KINDS.keys() - {"none"} | {"F.layer_norm", "F.rms_norm"}
     assert rows["dyt"] == pytest.approx([4e-3, 4 / 3, 2 / 4, 2e-2, 20 / 5, 2.5 * 2 / 20])
-    assert rows["F.layer_norm"] == pytest.approx([3e-3, 1, 2 / 3, 5e-3, 1, 2.5 * 2 / 5])
     printed = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("dyt "))
     assert printed.split() == ["dyt", "float32", *(f"{value:.3g}" for value in rows["dyt"])]
     assert [gradient.shape for gradient in timed["layernorm both"]()] == [(64, 64), (64,), (64,)]

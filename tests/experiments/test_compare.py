@@ -36,7 +36,7 @@ def make(template, tmp_path, monkeypatch):
         run = read_run_file(template / "run.json")
         run["tokenizer"] |= {name: changed.pop(name) for name in ("lost", "hash") if name in changed}
         run["corpus"]["name"] = changed.pop("text", run["corpus"]["name"])
-        run["resumed"] = [{"commit": changed.pop("commit", run["commit"])}]
+        run["resumed"] = [{"commit": changed.pop("commit", run["commit"])}, {"commit": None}]  # then without a clone
         run["resolved"] |= changed
         Path(name).mkdir(parents=True)
         write_run_file(Path(name, "run.json"), run)
@@ -56,8 +56,8 @@ def compared(*runs: str) -> list[str]:
 
 def test_runs_are_paired_by_seed_and_all_files_are_written(make, capsys):
     """The costs of a norm that is not imported are unknown. One run has not ended, and one tokenizer loses text."""
-    runs = [make(f"a{seed}", bpb, seed=seed) for seed, bpb in enumerate((2.0, 2.5, 9.0))]
-    runs += [make(f"b{seed}", bpb, seed=seed, norm="mynorm") for seed, bpb in enumerate((2.1, 2.8))]
+    runs = [make(f"a{seed}", bpb, seed=seed) for seed, bpb in {0: 2.0, 1001: 2.5, 1002: 9.0}.items()]
+    runs += [make(f"b{seed}", bpb, seed=seed, norm="mynorm") for seed, bpb in {0: 2.1, 1001: 2.8}.items()]
     page = compared(*runs, make("c", norm="dyt"))
     assert page[0].startswith("**Partial: 5 of 6 runs ended.** Compared with rmsnorm, at learning rate 0.015, ")
     assert "mynorm (+0.200 ± 1.271, p = 0.59) is undecided" in page[0]

@@ -13,7 +13,7 @@ from tests.robustness import test_flags as train_py
 
 REFUSED: dict[str, tuple[Callable, str]] = {
     "--norms rmsnorm --out taken": (ablate.main, "taken is a file, or not empty; choose another folder"),
-    "--norms rmsnrm": (ablate.main, "--norms: unknown 'rmsnrm'; choose from batchnorm"),
+    "--norms compare": (ablate.main, "--norms: unknown 'compare'; choose from batchnorm"),
     "--placements pre mhc:stream=2": (ablate.main, "placement 'mhc' has no argument 'stream'; it takes streams, end"),
     "--norm rmsnorm": (ablate.main, "--norm is for a single run; list all values with --norms"),
     "--factor optimiser=muon,adamw": (ablate.main, "'optimiser' is not an option that can vary"),
@@ -22,7 +22,7 @@ REFUSED: dict[str, tuple[Callable, str]] = {
     "--ladder 32 40 --head-dim 16": (ablate.main, "--dim follows from --ladder; leave it out"),
     "--tokenizer none --vocab-size 300": (ablate.main, "an ablation compares val_bpb, so token files need their token"),
     "norms --row 3 --rowz 3": (bench.main, "did you mean --rows?"),
-    "norms --json taken": (bench.main, "--json taken is not a regular file"),
+    **{f"norms --json {name}": (bench.main, f"{name} is not a regular file") for name in ("taken", "/dev/fd/0")},
 }
 place = train_py.place
 

@@ -21,7 +21,7 @@ from experiments.grid import Cell, Grid, resolve_devices
 from experiments.rates import Optimum
 from experiments.records import RESUMED_WITH, Arm, read_csv
 from files import warned
-from machine.process import Stopped, exit_codes
+from machine.process import NotFinite, Stopped, exit_codes
 from model import Llama
 from runtime.flags import read_train
 from runtime.run_dir import write_run_file
@@ -54,17 +54,17 @@ def finish(grid: Grid, cell: Cell, bpb: float) -> None:
 
 
 def test_arms_are_the_product_of_all_factors(resolve):
-    flags = "--norms rmsnorm dyt:alpha=0.5 --placements mhc:streams=2 --factor clip=0,8 "
+    flags = "--norms rmsnorm dyt:alpha=0.5 --placements mhc:streams=1 --factor clip=0,8 "
     grid = resolve(flags + "--factor tie-embeddings=true,false --watch 3")
     assert [tuple(value for _, value in arm.factors) for arm in grid.configs] == [
-        (norm, "mhc:streams=2", clip, tied)
+        (norm, "mhc:streams=1", clip, tied)
         for norm in ("rmsnorm", "dyt:alpha=0.5") for clip in "08" for tied in ("true", "false")
     ]  # fmt: skip
     cell = grid.reported(dict.fromkeys(grid.configs, Optimum(0.02, None)))[-1]
     expected: dict[str, Any] = {"norm": "dyt", "norm_args": {"alpha": 0.5}, "clip": 8.0, "tie_embeddings": False}
-    expected |= {"placement": "mhc", "placement_args": {"streams": 2}, "lr": 0.02, "seed": 2, "compile": False}
+    expected |= {"placement": "mhc", "placement_args": {"streams": 1}, "lr": 0.02, "seed": 2, "compile": False}
     assert read_train(grid.command(cell)[2:]).items() >= (expected | {"watch": 3}).items()
-    assert cell.arm.name == "dyt:alpha=0.5 mhc:streams=2 clip=8 tie_embeddings=false"
+    assert cell.arm.name == "dyt:alpha=0.5 mhc:streams=1 clip=8 tie_embeddings=false"
 
 
 def test_arms_of_recipes_are_single_runs(resolve):
@@ -127,6 +127,8 @@ def test_a_size_has_heads_and_steps_for_its_width(text, capsys):
         assert (model.dim, model.heads, config.steps) == (dim, dim // 16, round(tokens / (4 * 8)))
     with pytest.raises(ValueError, match="40 must be a multiple of the size of a head, 16; --head-dim sets it"):
         ladder([32, 40], arms[:1], shared, 3.0)
+    with pytest.raises(ValueError, match="--steps follows from --ladder; leave it out"):
+        ladder([32, 64], [Arm.of(steps="4")], shared, 3.0)
     with pytest.raises(ValueError, match="--ladder derives --hidden-dim from the width, and"):
         ladder([2048, 4096], arms[:1], {"preset": "1b"}, 3.0)
 
@@ -183,6 +185,8 @@ def test_without_out_the_folder_follows_from_what_is_compared(resolve, monkeypat
     assert len({folder(flags) for flags in others} | {first}) == 4
     flags = f"{FLAGS} --dtype float32 --norms rmsnorm dyt --data text.txt"
     assert resolve_ablation(*ablate.parse(flags.split())).folder.name == "ablation-4303d0d1"  # as at 5a132b0
+    with pytest.raises(ValueError, match="split has at most"):  # the text is too short for the second arm
+        resolve_ablation(*ablate.parse(f"{flags} --factor context=16,9999".split()))
 
 
 def test_every_option_that_can_change_a_result_must_be_that_of_the_run(resolve):
@@ -262,7 +266,7 @@ def test_a_stopped_ablation_reports_what_has_ended_and_continues(resolve, monkey
 
 
 def test_runs_wait_for_a_free_place(resolve, monkeypatch):
-    """Two at a time on each of two devices."""
+    """Two at a time on each of two devices, whether they diverge or not."""
     started: list[tuple[int, str]] = []
     running: list[int] = []
 
@@ -270,8 +274,8 @@ def test_runs_wait_for_a_free_place(resolve, monkeypatch):
         started.append((cell.seed, device))
         running.append(cell.seed)
         assert len(running) <= 4
-        finish(grid, cell, 2.0)
-        return SimpleNamespace(returncode=0, poll=lambda: running.pop() * 0)
+        finish(grid, cell, math.inf if cell.seed == 1 else 2.0)
+        return SimpleNamespace(returncode=NotFinite.code if cell.seed == 1 else 0, poll=lambda: running.pop() * 0)
 
     monkeypatch.setattr(Grid, "start", start)
     monkeypatch.setattr("experiments.grid.POLL_SECONDS", 0.0)

@@ -66,9 +66,9 @@ def test_without_an_optimum_the_best_rate_is_known_and_the_search_goes_on(losses
 
 def test_seeds_are_added_until_the_regret_is_a_quarter_of_an_interval_or_if_the_losses_bend_down():
     ended = []
-    for noise, reported in product((0.01, 0.03), (2, 500, 600)):
+    for noise, (reported, n) in product((0.01, 0.03), ((1, 2), (500, 500), (600, 600))):  # one counts as two
         found = find_optimum(losses := parabola(0.01, noise=noise))
-        half_width = stats.t.isf(0.025, reported - 1) * found.noise * math.sqrt(2 / reported)
+        half_width = stats.t.isf(0.025, n - 1) * found.noise * math.sqrt(2 / n)
         ended.append(found.regret is not None and found.regret <= half_width / 4)
         assert next_runs(losses, reported) == (None if ended[-1] else (RATES, 4))
     assert True in ended and False in ended

@@ -111,7 +111,7 @@ STAR: list[dict[str, Any]] = [{"dim": "32"}, {"clip": "0"}, {"lr": "0.1"}, {"mom
         ([{}, {"lr": "0.03"}, {"lr": "0.03", "seed": 1}], ["lr=0.015", "lr=0.03", "lr=0.03"], []),
         ([{}, GEMMA | FREE], ["llama", "gemma3"], [*FREE]),
         ([{"hidden_dim": "352"}, GEMMA | {"hidden_dim": "384", "heads": "4"}], ["llama"], ["heads", "hidden_dim"]),
-        ([{"hidden_dim": "352"}, GEMMA | {"hidden_dim": "704", "dim": "256"}], ["llama", "gemma3"], []),
+        ([{"hidden_dim": "352"}, GEMMA | {"hidden_dim": "704", "dim": "256", "compile": "x"}], ["llama", "gemma3"], []),
         ([{}, {"recipe": "qwen3", "qk_norm": "head", "init": "mup"}], ["llama", "qwen3"], ["init"]),
         ([{}, GEMMA, GEMMA | {"clip": "0"}], ["llama clip=1", "gemma3 clip=1", "gemma3 clip=0"], []),
         ([{}, *STAR], ["dim=128 lr=0.015 momentum=0.85 clip=1", "dim=32 lr=0.015 momentum=0.85 clip=1"], []),

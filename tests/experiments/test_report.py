@@ -63,12 +63,10 @@ SENTENCES: list[tuple[list[Record], str]] = [
     (MANY, "derf and layernorm are better at this rate; none is worse at this rate; scalenorm is as good up to 0.01"),
     (MANY, "at this rate; groupnorm is undecided, as 1 of its 3 runs diverged; dyt and seednorm are undecided."),
     (BROKEN, "dyt and derf are undecided, as 1 of rmsnorm's 2 runs diverged; none is undecided, as 2 of its 2 runs "),
-    (records({"rmsnorm": [2.0, 2.0], "dyt": [2.5, 2.502]}), "is undecided, as two seeds are too few to tell."),
     (LONE, f"Compared with rmsnorm{UNTUNED}one seed, so no verdict: dyt +0.500. Not compared, as no other arm has"),
     (WILD, rf"one seed, so no verdict: a\n\x1b[31m{'c' * 193}…"),
     ([*ONE, *records({"rmsnorm": [2.0]}, settings=OTHER)], "batches: rmsnorm data=text@ff (val_bpb 2.0000 (1))."),
     ([*LONE, *records({"b": [2.5]}, settings=OTHER)], "Compared with the first arm with the same text and batches, at"),
-    ([*ONE[:1], record(Arm.of(norm="dyt"), 9, 2.0)], "dyt is undecided, as no seed is in common."),
     (STOPPED, "as 1 of its 3 runs diverged and 1 of its 3 runs did not end; 1 of rmsnorm's 2 runs diverged."),
     (SEARCHING, "**Partial: the search for learning rates has not ended; 5 of its runs did.**"),
 ]

@@ -50,7 +50,7 @@ def test_slack_widens_the_interval_and_a_detectable_effect_is_shown_four_times_i
 
 def test_a_single_value_has_no_interval_and_equal_values_leave_no_doubt():
     assert estimate_mean([1.5]) == Estimate(1.5, None, 1, None) and estimate_mean([0.0] * 2) == Estimate(0, 0, 2, 1)
-    assert estimate_mean([0.1, 0.1, 0.1]) == Estimate(0.1, 0, 3, 0)
+    assert estimate_mean([0.1] * 3, 0.1) == Estimate(0.1, 0.1, 3, 1) and estimate_mean([0.1] * 3).p == 0
 
 
 def test_holm_by_hand():
