@@ -48,8 +48,7 @@ def test_logits_and_gradients_are_those_of_model_py(norm, placement):
     logits, expected = other(TOKENS), model(TOKENS)
     assert (logits - expected).abs().max() <= 1e-12 * expected.abs().max()
     grad_y = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for each in (logits, expected):
-        each.backward(grad_y)
+    torch.autograd.backward((logits, expected), (grad_y, grad_y))
     for name, weight in model.named_parameters():
         error = other.get_parameter(name.replace(*NAMES)).grad - weight.grad
         assert error.abs().max() <= 1e-12 * weight.grad.abs().max() > 0, name
@@ -103,5 +102,6 @@ def test_the_command_learns_and_refuses_a_missing_text(text, monkeypatch, ends):
     minimal.main(["--data", str(text), "--steps", "100", "--lr", "0.01"])
     loss, bits = (float(output.getvalue().split(before)[1].split()[0]) for before in ("validation loss ", "nats or "))
     assert 0.5 < loss < 2.5 and abs(bits - loss / 0.693147) < 2e-4  # the frequencies of the bytes alone give 2.6 nats
+    assert output.getvalue().partition("per byte\n")[2][0] == text.read_text()[text.stat().st_size * 9 // 10]
     code, error = ends(minimal.main, ["--data", "none.txt"])
     assert code == 2 and "--data none.txt: no file of 640 bytes" in error
