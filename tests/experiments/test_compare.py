@@ -88,7 +88,7 @@ def test_all_of_a_folder_with_an_earlier_report_and_an_imported_norm(make, monke
     assert "mine +0.500, dyt +7.000" in compared("runs/earlier", make("runs/a", 9.0, norm="dyt"))[0]
 
 
-def test_cells_that_runs_csv_has_count_as_they_are_now(make):
+def test_cells_that_runs_csv_has_count_as_they_are_now(make, refused):
     """Relative times of two folders do not compare."""
     make("abl/cells/rmsnorm-lr0.01-seed0", 2.25)
     make("abl/cells/orphan", 9.0)
@@ -98,6 +98,7 @@ def test_cells_that_runs_csv_has_count_as_they_are_now(make):
     assert warned == ["runs in abl/cells left out, because runs.csv does not have them: 1"]
     assert any(line.endswith("| 1.00 | – |") for line in compared("abl", make("b", 2.5, norm="derf")))
     ablate.main(["compare", "abl", "--out", "earlier"])
+    assert "--out earlier holds runs" in refused(ablate.main, ["compare", "./earlier", "--out", "earlier"])
     assert compared("abl", "earlier") == compared("abl", "abl/cells/rmsnorm-lr0.01-seed0") == compared("abl")
 
 

@@ -289,7 +289,7 @@ def test_runs_wait_for_a_free_place(resolve, monkeypatch):
     "script, code, expected",
     [
         ('echo "error: $OMP_NUM_THREADS and $MKL_NUM_THREADS" >&2; echo warning; exit 2', 2, "exit code 2: 3 and 3"),
-        (r"printf '\351t\351'; kill -9 $$", 1, "exit code -9: \ufffdt\ufffd"),  # not UTF-8
+        (r"printf '1\n\351t\351'; kill -9 $$", 1, "exit code -9: \ufffdt\ufffd"),  # not UTF-8
     ],
 )
 def test_a_cell_that_fails_ends_the_ablation_with_its_exit_code(script, code, expected, resolve, monkeypatch, capsys):

@@ -42,7 +42,7 @@ def test_differences_show_seeds_mean_and_interval():
     assert isinstance(interval, LineCollection)
     ((low, _), (high, _)) = interval.get_segments()[0]
     assert (low, high) == pytest.approx((-0.5 - T_TWO * 0.1 / 3**0.5, -0.5 + T_TWO * 0.1 / 3**0.5))
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["layernorm", "dyt", "derf"]
+    assert [row.get_text() for row in axes.get_yticklabels()] == ["layernorm", "dyt", "derf"] and axes.yaxis_inverted()
     nothing = [*runs("rmsnorm", None, losses=()), *runs(r"$\frac{$", None, losses=())]
     for figure in figures_of(compare(nothing)).values():
         FigureCanvasAgg(figure).draw()
