@@ -110,7 +110,7 @@ NEW: dict[str, dict[str, Any]] = {
     "--heads 4": {"heads": 4, "kv_heads": 4, "head_dim": 32},
     "--placement deepnorm": {"placement": "deepnorm", "init": "xavier", "depth_scaled_init": False},
     "--placement deepnorm --init normal": {"placement": "deepnorm", "depth_scaled_init": False},
-    "--preset 1b --dim 1024": {"dim": 1024, "head_dim": 32, "hidden_dim": 2752},
+    "--preset 1b --dim 1024 --heads 16": {"dim": 1024, "heads": 16, "hidden_dim": 2752},
     "--preset 1b --dim 1024 --hidden-dim 8192": {"dim": 1024, "head_dim": 32},
     "--preset 1b --heads 4": {"heads": 4, "kv_heads": 4, "head_dim": 512},
     "--preset small --batch-size 48": {"batch_size": 48, "micro_batch_size": 48},
