@@ -36,7 +36,7 @@ def test_loss_is_drawn_in_nats_and_gzip_where_its_bits_per_byte_are():
 
 
 def test_the_page_of_a_run_loads_nothing_and_says_what_was_run_and_what_came_out(tmp_path):
-    """Of a text with characters that HTML must escape."""
+    """Of a text with characters that HTML must escape, and a name that is not UTF-8."""
     (tmp_path / "a b.txt").write_text("the <cat> sees &amp; a bird.\n" * 300)
     sizes = "--dim 16 --layers 1 --heads 2 --context 16 --tokenizer bytes --device cpu --dtype float32 --steps 2"
     run = tmp_path / "run"
@@ -48,7 +48,7 @@ def test_the_page_of_a_run_loads_nothing_and_says_what_was_run_and_what_came_out
     assert html.count("<img") == html.count('src="data:') == html.count("alt=") >= 1
     assert re.search("<h2>Inside the model</h2>\n<figure><img ", html)
     assert not re.search(r"url\(|@import|@font-face| on\w+=", html)
-    described = read_run_file(run / "run.json") | {"device": "a <fast> card", "command": ["train.py", "--data", "b c"]}
+    described = read_run_file(run / "run.json") | {"device": "<fast>", "command": ["train.py", "--data", "b \udcfc"]}
     write_run_file(tmp_path / "run.json", described)
     log = Log(tmp_path, 0, lambda row: None)
     for step in range(1, 24):
@@ -62,8 +62,8 @@ def test_the_page_of_a_run_loads_nothing_and_says_what_was_run_and_what_came_out
         assert f"{needs}, {than} than gzip -9 on the validation text ({gzip_bpb:.4f})." in html
     loss = base64.b64encode(image_of(plot_loss(ROWS, gzip_bpb=2.0), "svg")).decode()
     assert f'<img src="data:image/svg+xml;base64,{loss}" alt="Loss over steps. {needs}' in html
-    assert f"{described['parameters']:,} parameters, on a &lt;fast&gt; card." in html
-    assert "python train.py --data &#x27;b c&#x27;" in html and "tie_embeddings: true" in html
+    assert f"{described['parameters']:,} parameters, on &lt;fast&gt;." in html
+    assert r"python train.py --data &#x27;b \udcfc&#x27;" in html and "tie_embeddings: true" in html
     assert re.findall(r"text (\d+)\. if a &lt; b: café", html) == [str(step) for step in range(4, 24)]
     resumed = [{"command": ["a"]}, {"command": ["train.py", "--resume"]}]
     write_run_file(tmp_path / "run.json", described | {"resumed": resumed})
