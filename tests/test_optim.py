@@ -72,7 +72,7 @@ AROUND = ["attention_residual.norm", "mlp_residual.norm"]
 DECAYED: dict[tuple[str, str], list[str]] = {  # norms of each block, and the last one
     ("pre", "none"): [],
     ("pre", "input"): [*AROUND, "final_norm"],
-    ("pre", "all"): [*AROUND, "final_norm", "self_attn.q_norm", "self_attn.k_norm"],
+    ("pre", "all"): [*AROUND, "final_norm", "self_attn.q_norm", "self_attn.k_norm", "embed_tokens.norm"],
     ("post", "input"): [],
     ("sandwich", "output"): ["attention_residual.norm_out", "mlp_residual.norm_out"],
     ("residual", "output"): AROUND,
@@ -89,7 +89,7 @@ def test_optimizer_and_settings_of_each_parameter(asked, optimizer, ratio_of_oth
     Vectors and scalars have a rate of their own: those of norms, and scales and queries of placements.
     """
     options: dict[str, Any] = dict(placement=asked[0], norm="layernorm", qk_norm="head", attention_gate="element")
-    model = Llama(dim=8, layers=2, vocab_size=11, scaled_embedding=True, tie_embeddings=False, **options)
+    model = Llama(dim=8, layers=2, scaled_embedding=True, embedding_norm="gain", tie_embeddings=False, **options)
     options = dict(optimizer=optimizer, decay_gains=asked[1], weight_decay=0.3, lr=0.05, momentum=0.3, vector_lr=0.25)
     decayed = {f"{block}{name}.weight" for name in DECAYED[asked] for block in ("layers.0.", "layers.1.", "")}
     names, found = {id(weight): name for name, weight in model.named_parameters()}, list[str]()
