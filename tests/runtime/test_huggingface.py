@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 import generate
 from config import ModelConfig, configure
@@ -158,8 +158,8 @@ def test_tokens_that_were_added_to_ours_and_all_its_files_are_kept(tmp_path, kin
         change_config(others, normal_llama=())
         (others / "tokenizer_config.json").unlink()
         ids = load_pretrained(others)[1].encode_prompt("hello you")
-        assert ids == AutoTokenizer.from_pretrained(others)("hello you")["input_ids"]
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "ours")
+        assert ids == transformers.AutoTokenizer.from_pretrained(others)("hello you")["input_ids"]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
     theirs.add_tokens(["lo y"])
     theirs.save_pretrained(tmp_path / "ours")
     for name in ("vocab.json", "added_tokens.json", "merges.txt", "chat_template.jinja"):
@@ -187,7 +187,6 @@ def test_the_end_of_a_document_is_named_in_any_of_four_files(where, tmp_path):
 
 
 def test_every_norm_placement_and_recipe_is_saved_and_read_again(tmp_path):
-    transformers = pytest.importorskip("transformers")
     variants: list[dict[str, Any]] = [
         *({"norm": norm} for norm in sorted(KINDS)), *({"placement": name, "layers": 4} for name in PLACEMENTS),
         {"scaled_embedding": True}, {"embedding_scale": 2.0},
@@ -203,8 +202,9 @@ def test_every_norm_placement_and_recipe_is_saved_and_read_again(tmp_path):
         loaded, _ = load_pretrained(directory)
         tied = loaded.lm_head.weight is loaded.embed_tokens.weight
         assert loaded.config == model.config and not loaded.training and tied == loaded.config.tie_embeddings
-        state = loaded.state_dict()
-        assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+        assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+        if variant.get("placement") in ("residual", "siamese"):
+            assert "model.norm.weight" in load_file(directory / "model.safetensors"), "the norm before the head"
         described = json.loads((directory / "config.json").read_text())
         assert described["model_type"] != "normal-llama" or "Hugging Face" in described["not_in_transformers"]
         if described["model_type"] != "normal-llama" and "recipe" not in variant:
@@ -249,7 +249,6 @@ def of_family(model_type: str) -> ModelConfig:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_fields_of_a_family_are_computed_or_refused_by_their_names(model_type):
     """All that transformers has for it, at other values than ours."""
-    transformers = pytest.importorskip("transformers")
     theirs, known = to_theirs(of_family(model_type)), {*SIZES_OF_THEIRS, *OTHERS.split(), *OF_OTHER_PARTS}
     computed = from_theirs(theirs), layout(theirs, from_theirs(theirs))
     for name in transformers.AutoConfig.for_model(model_type).to_dict().keys() - known:
@@ -289,7 +288,7 @@ def test_windows_shorter_than_the_context_are_refused(model_type, fields, messag
         with pytest.raises(ValueError, match=message):
             from_theirs(theirs)
     else:
-        transformers, config = pytest.importorskip("transformers"), from_theirs(theirs)
+        config = from_theirs(theirs)
         rope = transformers.AutoConfig.for_model(**theirs).rope_parameters
         rope = rope.get("full_attention", rope)
         assert (config.rope_theta, config.rotary_fraction) == (rope["rope_theta"], rope.get("partial_rotary_factor", 1))
@@ -297,7 +296,6 @@ def test_windows_shorter_than_the_context_are_refused(model_type, fields, messag
 
 @pytest.mark.parametrize("model_type, config", [("llama", LLAMA), *((name, of_family(name)) for name in FAMILIES)])
 def test_missing_fields_have_the_defaults_of_transformers(model_type, config):
-    transformers = pytest.importorskip("transformers")
     theirs = to_theirs(config)
     assert theirs["rms_norm_eps"] == Llama(config).get_submodule("layers.0.attention_residual.norm").eps
     default = transformers.AutoConfig.for_model(model_type)
