@@ -267,8 +267,10 @@ def test_what_several_ranks_refuse(monkeypatch, refused):
     assert "would train alone; use torchrun --nproc-per-node N" in refused(train.main, ["--device", "cpu"])
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     distributed.check_device(torch.device("cpu"))
-    with pytest.raises(ValueError, match="--device cuda:1: each rank needs its own GPU"):
-        distributed.check_device(torch.device("cuda:1"))
+    for device, cards in (("cuda:1", 2), ("cuda", 0)):
+        monkeypatch.setattr("torch.cuda.device_count", Mock(return_value=cards))
+        with pytest.raises(ValueError, match=f"--device {device}: each rank needs its own GPU"):
+            distributed.check_device(torch.device(device))
     check_options(ModelConfig(), TrainConfig(batch_size=6, micro_batch_size=6), 2)  # a rank's share
     wrong: dict[str, dict[str, Any]] = {
         "12 cannot be split evenly over 2 ranks": {"batch_size": 12, "micro_batch_size": 4},
