@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,8 +27,6 @@ from runtime.huggingface.architectures import ARCHITECTURES, to_theirs
 from runtime.huggingface.directory import TOKEN_IDS
 from sampling import Sampling, generate, stream_ids
 from tests.random_values import fp32_is_float64, randomize
-
-transformers = pytest.importorskip("transformers")
 
 CONTEXT, VOCAB = 128, 384
 TOKENS = torch.randint(0, VOCAB, (8, 48), generator=torch.Generator().manual_seed(2))

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.func import functional_call
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding
 
 from config import configure
 from model import Llama
 from recipes import RECIPES
 from runtime.huggingface.weights import hugging_face_name
 from tests.random_values import fp32_is_float64
-
-transformers = pytest.importorskip("transformers")
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRotaryEmbedding  # noqa: E402
 
 State = dict[str, Tensor]
 TOKENS = torch.randint(0, 63, (2, 17), generator=torch.Generator().manual_seed(0))
