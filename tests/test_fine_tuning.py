@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import train
 from config import TrainConfig, configs_of
@@ -17,9 +18,7 @@ from runtime.flags import read_train
 from runtime.huggingface.weights import WEIGHTS
 from runtime.run import open_run
 
-transformers = pytest.importorskip("transformers")
-
-TRAINING = "--steps 20 --batch-size 4 --device cpu --dtype float32 --optimizer adamw --lr 3e-3 --warmup 3 "
+TRAINING = "--steps 20 --batch-size 4 --device cpu --dtype float32 --optimizer adamw --warmup 3 "
 TRAINING += "--eval-every 20"
 
 
@@ -48,10 +47,11 @@ def fine_tune(text: Path, tmp_path: Path, directory: Path):
     return flags
 
 
-def test_a_run_records_its_origin_and_resumes_without_it(fine_tune, directory, tmp_path, fingerprint):
+def test_a_run_records_its_origin_and_resumes_without_it(fine_tune, directory, tmp_path, fingerprint, capsys):
     flags = fine_tune("--context 24 --dropout 0.1 --save-every 10 --keep 3")
     train.main(flags)
     run = tmp_path / "run"
+    assert "; lr 0.015 (the preset's 0.015, for new models); the run is " in capsys.readouterr().out
     recorded = json.loads((run / "run.json").read_text())
     assert recorded["weights_from"] == {"directory": str(directory), "sha256": {WEIGHTS: sha256(directory / WEIGHTS)}}
     resolved = recorded["resolved"]
