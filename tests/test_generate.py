@@ -46,7 +46,7 @@ def run(tmp_path_factory) -> Path:
 
 
 FILTERS = {  # of eight tokens, and how many they keep
-    Sampling(temperature=0.5): 8,
+    Sampling(temperature=2.0, top_k=9): 8,
     Sampling(temperature=1.5, top_k=6, top_p=0.8, min_p=0.1): 4,  # top-p before the temperature would keep three
     Sampling(temperature=1.0, top_k=4, top_p=0.7): 2,  # top-p before top-k would keep three tokens
     Sampling(temperature=1.0, top_p=0.7, min_p=0.2): 3,  # min-p before top-p would keep two tokens

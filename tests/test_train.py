@@ -149,14 +149,15 @@ def test_every_norm_and_placement_trains_from_the_weights_of_its_seed(kind, plac
             torch.testing.assert_close(lengths, torch.ones_like(lengths), rtol=1e-6, atol=0)
 
 
-def test_a_sample_ends_with_its_document(make_trainer):
-    """It continues 16 tokens of the validation text, with a temperature of 0.8 and a top-p of 0.95."""
-    trainer = make_trainer("--norm layernorm --context 128")
-    model, data = trainer.model, trainer.run.data
+@pytest.mark.parametrize("context, size", [(128, 16), (28, 14)])
+def test_a_sample_ends_with_its_document(context, size, make_trainer):
+    """It continues 16 validation tokens, at most half a context, with a temperature of 0.8 and a top-p of 0.95."""
+    trainer = make_trainer(f"--norm layernorm --context {context}")
+    model, prompt = trainer.model, trainer.run.data.val[:size].tolist()
     with torch.no_grad():  # ends become likely
-        model.final_norm.bias.copy_(model.lm_head.weight[ByteTokenizer.end_of_document] * 250)
-    ids = train.generate(model, data.val[:16].tolist(), tokens=64, temperature=0.8, top_p=0.95).tolist()
-    assert len(set(ids[16 + ids[16:].index(ByteTokenizer.end_of_document) :])) > 3, "without ends, text would follow"
+        model.final_norm.bias.copy_(model.lm_head.weight[ByteTokenizer.end_of_document] * 400)
+    ids = train.generate(model, prompt, tokens=min(64, context - size), temperature=0.8, top_p=0.95).tolist()
+    assert len(set(ids[size + ids[size:].index(ByteTokenizer.end_of_document) :])) > 3, "text would follow"
     assert trainer.sample() == TextStream().add(bytes(ids[: ids.index(ByteTokenizer.end_of_document)]))
 
 

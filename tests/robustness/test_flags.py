@@ -16,7 +16,7 @@ RUN += "--steps 2"
 REFUSED: dict[str, tuple[Callable, str]] = {
     "--norm batch": (train.main, "argument --norm: invalid choice: 'batch' (choose from "),
     "--norm-arg eps": (train.main, "--norm-arg takes key=value, not 'eps'"),
-    "--learning-rate 3 --stesp 4": (train.main, "--learning-rate 3 --stesp 4; did you mean --lr and --steps?"),
+    "--learning-rate=3 --stesp 4": (train.main, "--learning-rate=3 --stesp 4; did you mean --lr and --steps?"),
     "--import=": (train.main, "--import : no such file; name a Python file"),
     "--out text.txt": (train.main, "--out text.txt is a file"),
     "--resume --out missing": (train.main, "there is no run in missing"),
