@@ -41,7 +41,7 @@ def test_the_split_does_not_depend_on_order_or_packing_of_documents(tmp_path):
     (tmp_path / "folder").mkdir()
     for number, text in enumerate(TEXTS):
         (tmp_path / f"folder/{number:03}").write_text(text)
-    one = Corpus([jsonl(tmp_path / "a.jsonl", TEXTS)], tmp_path)
+    one = Corpus([jsonl(tmp_path / f"a{50 * 'é'}.jsonl", TEXTS)], tmp_path)
     backwards = Corpus([jsonl(tmp_path / "b.jsonl", TEXTS[::-1])], tmp_path)
     files = Corpus([str(tmp_path / "folder")], tmp_path / "folder/.cache")  # its own files are no text
     two = Corpus([jsonl(tmp_path / "c.jsonl", TEXTS[:100]), jsonl(tmp_path / "d.jsonl", TEXTS[100:])], tmp_path)
@@ -49,7 +49,7 @@ def test_the_split_does_not_depend_on_order_or_packing_of_documents(tmp_path):
         expected = texts_of(one, split)
         assert expected == texts_of(backwards, split)[::-1] == texts_of(files, split) == texts_of(two, split)
     assert one.hash == files.hash == two.hash != backwards.hash
-    assert len(one.hash) == 64 and (files.name, two.name) == ("folder", "c+d")
+    assert len(one.hash) == 64 and (one.name, files.name, two.name) == ("a" + 39 * "é", "folder", "c+d")
 
 
 @pytest.mark.parametrize("unit", ["a", "é", "😀語a\n", "one line\n"])
@@ -103,10 +103,11 @@ def test_a_tenth_of_the_bytes_is_held_out_of_any_corpus():
 
 def test_named_validation_text_is_all_of_it_and_its_copies_are_not_trained_on(tmp_path, capsys):
     data, val = jsonl(tmp_path / "data.jsonl", TEXTS), jsonl(tmp_path / "val.jsonl", ["new", TEXTS[5], TEXTS[7]])
-    corpus = Corpus([data], tmp_path, [val])
+    corpus, _ = Corpus([data], tmp_path, [val]), Corpus([data], tmp_path / "other", [val])
     assert texts_of(corpus, "val") == ["new", TEXTS[5], TEXTS[7]]
     assert texts_of(corpus, "train") == [text for text in TEXTS if text not in (TEXTS[5], TEXTS[7])]
     assert "documents of --data left out, because --val-data has them too: 2\n" in capsys.readouterr().err
+    assert "has them too: 2" in next((tmp_path / "other").glob("*.index")).read_text(), "also if it was said before"
     others = Corpus([data, val], tmp_path), Corpus([data], tmp_path), Corpus([], tmp_path, [data, val])
     assert len({each.hash for each in (corpus, *others)}) == 4
 

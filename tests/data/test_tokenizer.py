@@ -96,11 +96,11 @@ def test_a_text_of_which_nothing_is_learned_is_refused(text):
 
 
 def test_the_sample_is_bounded_and_spread_evenly(monkeypatch):
-    monkeypatch.setattr(tokenizers, "SAMPLE_BYTES", 100_000)
+    monkeypatch.setattr(tokenizers, "SAMPLE_BYTES", 130_000)
     monkeypatch.setattr(tokenizers, "SAMPLE_CHARS", 100)
-    lines = [f"{number:07}\n" for number in range(100_000)]
+    lines = [f"{number:07}\u3000\n" for number in range(100_000)]
     kept = "".join(tokenizers._sample(["".join(lines)])).split()
-    assert 50_000 < 8 * len(kept) <= 100_000 and kept[0] == "0000000"
+    assert 65_000 < 11 * len(kept) <= 130_000 and kept[0] == "0000000"
     tenths = [sum(int(line) // 10_000 == tenth for line in kept) for tenth in range(10)]
     assert max(tenths) < 1.2 * min(tenths)
 

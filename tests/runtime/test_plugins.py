@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -138,7 +139,7 @@ def test_a_file_in_addition_is_a_line(capsys):
     Path("third.py").rename("renamed.py")
     for command in ("generate.py --checkpoint plain --tokens 2", "train.py --resume --out plain --steps 4"):
         call(f"{command} --import renamed.py --import mynorm.py")
-        assert capsys.readouterr().err.count("warning: this run was trained without mynorm.py\n") == 1
+        assert re.findall("warning: this run was trained without (.*)", capsys.readouterr().err) == ["mynorm.py"]
 
 
 @pytest.mark.parametrize(
