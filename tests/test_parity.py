@@ -243,4 +243,4 @@ def test_the_command_begins_prompts_and_ends_texts_as_a_family_does(tmp_path, ca
         command.main(f"--checkpoint {tmp_path} --prompt def --temperature 0 --dtype float32".split())
         theirs = their_greedy_tokens(their_model(tmp_path, torch.float32), prompt)
         assert theirs[0, -1] == end and len(set(theirs[0].tolist())) > 5
-        assert capsys.readouterr().out == in_transformers.decode(theirs[0], skip_special_tokens=True) + "\n"
+        assert capsys.readouterr().out == f"{in_transformers.decode(theirs[0], skip_special_tokens=True)}\n"

@@ -159,7 +159,7 @@ def their_model(name: str) -> Any:
     else:
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
     if name in LLAMAS_SUBLAYERS:
-        llama = transformers.LlamaConfig(**BASE, attn_implementation="eager")
+        llama = transformers.LlamaConfig(**BASE | {"attn_implementation": "eager"})
         for layer in getattr(model, "model", model).layers:
             layer.self_attn, layer.mlp = TheirAttention(llama, 0), TheirMLP(llama)
             layer.self_attn.alone = name == "glm5_next"
