@@ -85,7 +85,7 @@ def test_other_json_is_text(tmp_path, content, capsys):
 
 
 def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_out(tmp_path, capsys):
-    for name in ("b.md", "a/z", "a/b.py", "x/1", "c.jsonl", "d.txt.gz", "empty", "test-0.md", "valid/0", "tests/x"):
+    for name in ("b.md", "a/z", "a/b.py", "x/1", "c.jsonl", "d.gz", "empty", "partial-dev-0.md", "valid/0", "tests/x"):
         write(tmp_path / name, gzip.compress(b"x") if name.endswith("gz") else "{}" * (name != "empty"))
     for name, content in (("image.png", b"\x89PNG\0"), (".hidden", "x"), (".git/config", "x"), ("e.parquet", b"\0")):
         write(tmp_path / name, content)
@@ -95,12 +95,12 @@ def test_a_folder_gives_its_text_files_in_sorted_order_and_names_what_is_left_ou
     (tmp_path / "link").symlink_to("missing")
     os.mkfifo(tmp_path / "x/pipe")
     found = [str(path.relative_to(tmp_path)) for path in texts_behind(str(tmp_path), tmp_path)]
-    names = ["b.md", "c.jsonl", "d.txt.gz", "e.parquet", "empty", "test-0.md", "a/b.py", "a/z", "tests/x", "valid/0"]
+    names = ["b.md", "c.jsonl", "d.gz", "e.parquet", "empty", "partial-dev-0.md", "a/b.py", "a/z", "tests/x", "valid/0"]
     assert found == [*names, "x/1"]
     reasons = ["11 files", "hidden: 2 (.git, .hidden)", "binary or UTF-16: 2 (image.png, a/old.txt)"]
     reasons += ["no regular file: 2 (link, x/pipe)", "CSV or TSV: 5 (x/0.csv, x/1.csv, x/2.csv, ...)"]
     line = f"{tmp_path}: {'; left out as '.join(reasons)}"
-    other_split = "to train on, though named like text for --val-data: 2 (test-0.md, valid/0)"
+    other_split = "to train on, though named like text for --val-data: 2 (partial-dev-0.md, valid/0)"
     assert capsys.readouterr().err == f"--data {line}; {other_split}\n"
     texts_behind(str(tmp_path), tmp_path, "--val-data")
     assert capsys.readouterr().err == f"--val-data {line}\n"
