@@ -80,7 +80,7 @@ def test_the_reference_stays_short():
     assert all(lines[source] <= most[source] for source in most), lines
 
 
-MOST = {"source": 10_300, "core": 7_387, "tests": 9_893, "tokens a line": 7.8}  # these are only ever lowered
+MOST = {"source": 10_300, "core": 7_387, "tests": 9_892, "tokens a line": 7.8}  # these are only ever lowered
 ATTACHMENTS = ("experiments/", "ablate.py", "bench.py", "fast/")  # which can be deleted
 
 

@@ -84,9 +84,8 @@ def test_launches_of_a_step_and_an_evaluation_that_waits_once(make_run):
             assert waits.take() == [COPY_FROM]
 
 
-@pytest.mark.parametrize("samples", [1, 3])
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"top_k": 50, "top_p": 0.9, "min_p": 0.1}], ids=str)
-def test_generation_waits_once_for_each_token(sampling, samples, make_run):
+@pytest.mark.parametrize("samples, sampling", [(1, {"temperature": 0}), (3, {"top_k": 5, "top_p": 0.9, "min_p": 0.1})])
+def test_generation_waits_once_for_each_token(samples, sampling, make_run):
     run, found, launches = make_run("--dtype bfloat16"), [], []
     with fake_card() as waits, torch.inference_mode(), autocast(CARD, run.dtype):
         model = Llama(run.model_config).to(CARD).eval()
