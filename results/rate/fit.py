@@ -138,8 +138,8 @@ def main() -> None:
         by_power = {power: mean_regret(varied, powers | {name: power}) for power in POWERS}
         power = min(by_power, key=by_power.__getitem__)
         middle, error = intervals[name]
-        shown = name == "dim" or (abs(middle) > error and by_power[0] - by_power[power] >= SHOWN)
-        shown = shown and name != LEFT_OUT
+        saved = by_power[0] - by_power[power]
+        shown = name != LEFT_OUT and (name == "dim" or (abs(middle) > error and saved >= SHOWN))
         word = "taken" if shown else "left out"
         print(
             f"| --{name} | {middle:.2f} ± {error:.2f} | {power:g} | {by_power[0]:.4f}, {by_power[power]:.4f} | {word} |"

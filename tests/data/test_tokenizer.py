@@ -17,7 +17,7 @@ RESERVED = ["<unk>", "<s>", "</s>", "<0x41>", "<0x0A>", "<pad>", "⁇", " ⁇ "]
 AWKWARD = [*"\0\x85\xa0é\u212b\u2028\u2581\ufb01\ufeff\ufffd\U0010ffff", "\u2581\u2581a", " \u2581 ", "\r\n", "\n\r"]
 AWKWARD += ["\t\t \t", "   ", "\n\n    ", "e\u0301", "\U0001f469\u200d\U0001f467"]
 LIKE_RESERVED = st.text(alphabet=" \n\t\r\u2581<>/s0x41def:", min_size=1)
-TEXT = st.text(st.characters(exclude_categories=["Cs"]))  # all of UTF-8, which its codec takes seconds to find
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))  # those of UTF-8; codec="utf-8" takes seconds
 PIECES = st.one_of(TEXT, st.sampled_from(RESERVED + AWKWARD), LIKE_RESERVED)
 
 

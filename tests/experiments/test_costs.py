@@ -10,7 +10,7 @@ from config import configure
 from experiments.costs import MOST_ROUNDS, PRECISE, ROUNDS, costs, equal_steps, interval, step_times
 from experiments.records import Arm
 
-LLAMA, GEMMA, WIDE = Arm.of(recipe="llama"), Arm.of(recipe="gemma3"), Arm.of(size="dim=32")  # which is alone
+LLAMA, GEMMA, WIDE = Arm.of(recipe="llama"), Arm.of(recipe="gemma3"), Arm.of(size="dim=32")  # one alone
 SIZES = {"dim": 16, "layers": 1, "heads": 2, "context": 16, "tokenizer": "bytes", "device": "cpu", "compile": False}
 SIZES |= {"dtype": "float32", "batch_size": 4, "steps": 100}
 ARMS = {arm: configure(SIZES | {"recipe": arm.name}) for arm in (LLAMA, GEMMA)}

@@ -26,7 +26,7 @@ def test_compiled_decoding_gives_the_same_tokens(changes, monkeypatch):
     prompts = [torch.tensor([[3, 1, 4]] * 2), *(torch.tensor([[1]] * samples) for samples in (2, 3))]
     plain = [list(stream_ids(model, prompt, GREEDY)) for prompt in prompts]
     assert len({ids[0] for sample in plain for ids in sample}) > 3
-    graphs = count_graphs(monkeypatch, "eager" if changes else "aot_eager")  # which takes longer
+    graphs = count_graphs(monkeypatch, "eager" if changes else "aot_eager")  # AOTAutograd takes longest
     decoder = CompiledDecoder(model)
     assert plain == [list(stream_ids(model, prompt, GREEDY, decoder=decoder)) for prompt in prompts]
     assert len(graphs) == 2 and len({len(each.graph.nodes) for each in graphs}) == 1  # a symbolic size is a node
